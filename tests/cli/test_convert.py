@@ -119,7 +119,7 @@ def test_lost_tensors_exit_with_1(data: Path, tmp_path: Path, capsys: pytest.Cap
     zoo = next((data / "torch-releases").glob("torch-2.13*/zoo_cuda0.pt"))
     assert main(["convert", str(zoo), str(tmp_path / "a.safetensors")]) == 1
     output = capsys.readouterr().out
-    assert "lost" in output
+    assert "\n  lost  " in output
     assert "quant: it is quantized" in output
     assert (tmp_path / "a.safetensors").exists()
     assert main(["convert", str(zoo), str(tmp_path / "a.pt")]) == 0

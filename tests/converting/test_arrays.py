@@ -1,4 +1,4 @@
-"""numpy arrays in a checkpoint: plain ones become tensors, and every other one is named."""
+"""numpy arrays in a checkpoint: numeric arrays become tensors, all others are listed by name."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def arrays_of(path: Path | str) -> dict[str, Any]:
         return dict(opened)
 
 
-def leftovers(made: Conversion) -> Any:
-    return json.loads(Path(made.leftovers).read_text(encoding="utf-8"))["data"]
+def leftovers(result: Conversion) -> Any:
+    return json.loads(Path(result.leftovers).read_text(encoding="utf-8"))["data"]
 
 
 def rng_state() -> dict[str, Any]:
-    """What the Trainer of transformers saves."""
-    numbers = np.random.get_state()
-    return {"python": random.getstate(), "numpy": numbers, "cpu": torch.get_rng_state()}
+    """The RNG state that the ``Trainer`` of transformers saves."""
+    numpy_state = np.random.get_state()
+    return {"python": random.getstate(), "numpy": numpy_state, "cpu": torch.get_rng_state()}
 
 
-PLAIN = [
+NUMERIC = [
     np.arange(6, dtype="<f8").reshape(2, 3),
     np.asfortranarray(np.arange(6, dtype="<f4").reshape(2, 3)),
     np.arange(24, dtype="<i2").reshape(2, 3, 4).transpose(2, 0, 1),
@@ -62,28 +62,28 @@ PLAIN = [
 ]
 
 
-def test_plain_arrays_of_any_order_and_protocol(tmp_path: Path) -> None:
+def test_numeric_arrays_become_tensors_for_any_memory_order_and_protocol(tmp_path: Path) -> None:
     def check(protocol: int) -> None:
-        value = {"w": torch.ones(2), "all": [*PLAIN]}
+        value = {"w": torch.ones(2), "all": [*NUMERIC]}
         source = save(value, tmp_path / f"{protocol}.pt", protocol)
-        made = convert(source, tmp_path / f"{protocol}.npz")
-        assert made.listed == made.left == ()
-        assert made.notes == (NOTE + ", ".join(f"all/{index}" for index in range(len(PLAIN))),)
-        back = arrays_of(made.out)
-        for index, array in enumerate(PLAIN):
-            found = back[f"all/{index}"]
-            assert (found.shape, found.dtype) == (array.shape, array.dtype.newbyteorder("<")), index
-            assert np.array_equal(found, array), index
+        result = convert(source, tmp_path / f"{protocol}.npz")
+        assert result.listed == result.left == ()
+        assert result.notes == (NOTE + ", ".join(f"all/{index}" for index in range(len(NUMERIC))),)
+        arrays = arrays_of(result.out)
+        for index, array in enumerate(NUMERIC):
+            converted = arrays[f"all/{index}"]
+            assert (converted.shape, converted.dtype) == (array.shape, array.dtype.newbyteorder("<")), index
+            assert np.array_equal(converted, array), index
 
     for_each((2, 4, 5), check)
 
 
-def test_a_random_state_is_whole_in_every_format(tmp_path: Path) -> None:
+def test_rng_state_is_complete_in_every_format(tmp_path: Path) -> None:
     source = save(rng_state(), tmp_path / "rng_state.pth")
     for name in ("a.safetensors", "a.npz", "a/", "a.pt"):
-        made = convert(source, f"{tmp_path}/{name}")
-        assert (made.tensors, made.listed, made.left) == (2, (), ())
-        assert made.notes == (NOTE + "numpy/1",)
+        result = convert(source, f"{tmp_path}/{name}")
+        assert (result.tensors, result.listed, result.left) == (2, (), ())
+        assert result.notes == (NOTE + "numpy/1",)
     state = rng_state()
     assert np.array_equal(arrays_of(tmp_path / "a.npz")["numpy/1"], state["numpy"][1])
     plain = json.loads((tmp_path / "a.npz.leftovers.json").read_text(encoding="utf-8"))["data"]
@@ -92,62 +92,62 @@ def test_a_random_state_is_whole_in_every_format(tmp_path: Path) -> None:
 
 
 @UNSIGNED
-def test_a_torch_zip_has_them_in_their_places(tmp_path: Path) -> None:
+def test_torch_zip_keeps_rng_arrays_in_place(tmp_path: Path) -> None:
     state = rng_state()
-    made = convert(save(state, tmp_path / "rng_state.pth"), tmp_path / "a.pt")
-    assert not made.leftovers
-    back = torch.load(tmp_path / "a.pt", weights_only=True)
-    assert back["python"] == state["python"]
-    assert torch.equal(back["cpu"], state["cpu"])
+    result = convert(save(state, tmp_path / "rng_state.pth"), tmp_path / "a.pt")
+    assert not result.leftovers
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert loaded["python"] == state["python"]
+    assert torch.equal(loaded["cpu"], state["cpu"])
     random.seed(1)
     np.random.seed(1)
-    np.random.set_state(back["numpy"])
+    np.random.set_state(loaded["numpy"])
     for first, second in zip(np.random.get_state(), state["numpy"], strict=True):
         assert np.array_equal(first, second)
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_arrays_keep_names_and_values_through_two_conversions(tmp_path: Path) -> None:
     value = {"mean": np.arange(3.0), "nested": OrderedDict(a=[np.arange(4)]), "w": torch.ones(2)}
     save(value, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "b.pt")
     convert(tmp_path / "b.pt", tmp_path / "c.npz")
-    assert {name: each.tolist() for name, each in arrays_of(tmp_path / "c.npz").items()} == {
+    assert {name: array.tolist() for name, array in arrays_of(tmp_path / "c.npz").items()} == {
         "w": [1, 1],
         "mean": [0, 1, 2],
         "nested/a/0": [0, 1, 2, 3],
     }
-    back = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert torch.equal(back["nested"]["a"][0], torch.arange(4))
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert torch.equal(loaded["nested"]["a"][0], torch.arange(4))
 
 
-def test_a_file_of_arrays_alone(tmp_path: Path) -> None:
-    made = convert(save({"a": np.arange(3.0)}, tmp_path / "a.pt"), tmp_path / "b.npz")
-    assert (made.tensors, made.nbytes, made.leftovers) == (1, 24, "")
+def test_checkpoint_with_only_arrays_is_converted(tmp_path: Path) -> None:
+    result = convert(save({"a": np.arange(3.0)}, tmp_path / "a.pt"), tmp_path / "b.npz")
+    assert (result.tensors, result.nbytes, result.leftovers) == (1, 24, "")
 
 
-def test_what_is_shared_is_tied(tmp_path: Path) -> None:
+def test_shared_array_becomes_tied_tensors(tmp_path: Path) -> None:
     shared = np.arange(3.0)
     source = save({"a": shared, "b": [shared]}, tmp_path / "a.pt")
-    made = convert(source, tmp_path / "b.safetensors")
-    assert made.aliases == (("b/0", "a"),)
-    assert made.notes == (NOTE + "a, b/0",)
+    result = convert(source, tmp_path / "b.safetensors")
+    assert result.aliases == (("b/0", "a"),)
+    assert result.notes == (NOTE + "a, b/0",)
     convert(source, tmp_path / "b.pt")
-    back = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert back["a"].data_ptr() == back["b"][0].data_ptr()
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert loaded["a"].data_ptr() == loaded["b"][0].data_ptr()
 
 
-def test_arrays_are_rounded_like_tensors(tmp_path: Path) -> None:
+def test_dtype_option_casts_only_float_arrays(tmp_path: Path) -> None:
     source = save({"a": np.arange(3.0), "n": np.arange(3)}, tmp_path / "a.pt")
-    made = convert(source, tmp_path / "b.npz", dtype="float32")
-    assert made.cast == 1
-    assert {name: str(each.dtype) for name, each in arrays_of(made.out).items()} == {"a": "float32", "n": "int64"}
+    result = convert(source, tmp_path / "b.npz", dtype="float32")
+    assert result.cast == 1
+    assert {name: str(array.dtype) for name, array in arrays_of(result.out).items()} == {"a": "float32", "n": "int64"}
 
 
-def test_a_key_chooses_arrays(tmp_path: Path) -> None:
+def test_key_selects_arrays(tmp_path: Path) -> None:
     source = save({"model": {"w": torch.ones(2)}, "rng": {"a": np.arange(3.0)}}, tmp_path / "a.pt")
     assert list(arrays_of(convert(source, tmp_path / "b.npz", key="rng").out)) == ["a"]
-    made = convert(source, tmp_path / "c.npz", key="model")
-    assert (made.others, made.notes, made.listed) == (0, (), ())
+    result = convert(source, tmp_path / "c.npz", key="model")
+    assert (result.others, result.notes, result.listed) == (0, (), ())
 
 
 class Grid(torch.nn.Module):  # type: ignore[name-defined]
@@ -157,161 +157,171 @@ class Grid(torch.nn.Module):  # type: ignore[name-defined]
         self.grid = np.arange(4.0)
 
 
-class Named(np.ndarray):  # type: ignore[name-defined]
+class Subclass(np.ndarray):  # type: ignore[name-defined]
     pass
 
 
-OTHERS = {
+UNSUPPORTED = {
     "objects": np.array([1, "a", None], dtype=object),
     "fields": np.zeros(2, dtype=[("a", "i4"), ("b", "f4")]),
     "text": np.array(["a", "bc"]),
     "dates": np.zeros(2, "M8[s]"),
-    "class": np.arange(3).view(Named),
+    "class": np.arange(3).view(Subclass),
 }
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz"])
-def test_arrays_of_anything_else_are_named(tmp_path: Path, name: str) -> None:
-    source = save({"w": torch.ones(2), **OTHERS}, tmp_path / "a.pt")
-    made = convert(source, tmp_path / name)
-    assert {each.name for each in made.listed} == set(OTHERS)
-    assert (made.tensors, made.notes) == (1, ())
+def test_unsupported_arrays_are_listed(tmp_path: Path, name: str) -> None:
+    source = save({"w": torch.ones(2), **UNSUPPORTED}, tmp_path / "a.pt")
+    result = convert(source, tmp_path / name)
+    assert {item.name for item in result.listed} == set(UNSUPPORTED)
+    assert (result.tensors, result.notes) == (1, ())
     assert main(["convert", str(source), str(tmp_path / name), "--force"]) == 1
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt"])
-def test_arrays_of_a_module_are_not_in_its_state_dict(tmp_path: Path, name: str) -> None:
-    made = convert(save({"model": Grid(), "mean": np.ones(2)}, tmp_path / "a.pt"), tmp_path / name)
-    assert [each.name for each in made.listed] == ["model/grid"]
-    assert made.notes[0] == NOTE + "mean"
+def test_array_attribute_of_a_module_is_listed(tmp_path: Path, name: str) -> None:
+    result = convert(save({"model": Grid(), "mean": np.ones(2)}, tmp_path / "a.pt"), tmp_path / name)
+    assert [item.name for item in result.listed] == ["model/grid"]
+    assert result.notes[0] == NOTE + "mean"
 
 
-def test_arrays_of_objects(tmp_path: Path) -> None:
+def test_array_inside_an_object_is_converted_to_npz_but_only_listed_for_torch(tmp_path: Path) -> None:
     source = save({"w": torch.ones(2), "args": argparse.Namespace(mean=np.ones(3), lr=0.5)}, tmp_path / "a.pt")
-    made = convert(source, tmp_path / "b.npz")
-    assert set(arrays_of(made.out)) == {"w", "args/mean"}
-    assert leftovers(made) == {"args": {"$class": "argparse.Namespace", "lr": 0.5}}
-    made = convert(source, tmp_path / "b.pt")  # which has no objects
-    assert [each.name for each in made.listed] == ["args/mean"]
+    result = convert(source, tmp_path / "b.npz")
+    assert set(arrays_of(result.out)) == {"w", "args/mean"}
+    assert leftovers(result) == {"args": {"$class": "argparse.Namespace", "lr": 0.5}}
+    result = convert(source, tmp_path / "b.pt")  # a torch target does not store objects
+    assert [item.name for item in result.listed] == ["args/mean"]
     assert set(torch.load(tmp_path / "b.pt", weights_only=True)) == {"w"}
 
 
 @pytest.mark.parametrize("name", ["b.npz", "b.pt"])
-def test_values_under_keys_that_look_alike_are_not_hidden(tmp_path: Path, name: str) -> None:
+def test_arrays_under_ambiguous_keys_are_listed_and_other_values_kept(tmp_path: Path, name: str) -> None:
     value = {"w": torch.ones(1), "1.0": np.ones(2), 1.0: "kept", 2: np.ones(3), "2": "too", "3": np.ones(4)}
-    made = convert(save(value, tmp_path / "a.pt"), tmp_path / name)
-    assert made.notes == (NOTE + "3",)
-    assert {each.name for each in made.listed} == {"1.0", "2"}
+    result = convert(save(value, tmp_path / "a.pt"), tmp_path / name)
+    assert result.notes == (NOTE + "3",)
+    assert {item.name for item in result.listed} == {"1.0", "2"}
     if name == "b.pt":
-        back = torch.load(tmp_path / name, weights_only=True)
-        assert (back[1.0], back["2"]) == ("kept", "too")
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        assert (loaded[1.0], loaded["2"]) == ("kept", "too")
     else:
-        assert leftovers(made) == {"1.0": "kept", "2": "too"}
+        assert leftovers(result) == {"1.0": "kept", "2": "too"}
 
 
-def test_numbers_of_numpy_stay_in_their_places(tmp_path: Path) -> None:
-    numbers = {"loss": np.float64("nan"), "step": np.int32(-5), "best": np.bool_(True), "half": np.float16(0.5)}
-    source = save({"w": torch.ones(1), **numbers}, tmp_path / "a.pt")
-    made = convert(source, tmp_path / "b.pt")
-    assert made.notes == ("numpy numbers in the source, now Python numbers: loss, step, best, half",)
-    assert not made.leftovers
-    back = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert (repr(back["loss"]), back["step"], back["best"], back["half"]) == ("nan", -5, True, 0.5)
-    made = convert(source, tmp_path / "b.safetensors")
-    assert leftovers(made) == {"loss": "nan", "step": -5, "best": True, "half": 0.5}
+def test_numpy_scalars_become_python_numbers(tmp_path: Path) -> None:
+    scalars = {"loss": np.float64("nan"), "step": np.int32(-5), "best": np.bool_(True), "half": np.float16(0.5)}
+    source = save({"w": torch.ones(1), **scalars}, tmp_path / "a.pt")
+    result = convert(source, tmp_path / "b.pt")
+    assert result.notes == ("numpy numbers in the source, now Python numbers: loss, step, best, half",)
+    assert not result.leftovers
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert (repr(loaded["loss"]), loaded["step"], loaded["best"], loaded["half"]) == ("nan", -5, True, 0.5)
+    result = convert(source, tmp_path / "b.safetensors")
+    assert leftovers(result) == {"loss": "nan", "step": -5, "best": True, "half": 0.5}
 
 
-def test_an_array_shared_a_millionfold_ends(tmp_path: Path) -> None:
+def test_array_shared_120000_times_is_converted_up_to_a_limit(tmp_path: Path) -> None:
     shared = [np.ones(1)] * 200
     source = save({"w": torch.ones(1), "all": [shared] * 600}, tmp_path / "a.pt")
-    made = convert(source, tmp_path / "b.safetensors")
-    assert 1 < made.tensors < 60_000
-    assert made.listed  # the others
+    result = convert(source, tmp_path / "b.safetensors")
+    assert 1 < result.tensors < 60_000
+    assert result.listed  # the rest
 
 
-class Same:
-    """An array of bytes that others are made of, too."""
+class BytesArray:
+    """Pickles as a uint8 array over a bytes object that other arrays may share."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
     def __reduce__(self) -> Any:
-        make = np.arange(1).__reduce_ex__(5)[0]  # where this numpy has it
+        make = np.arange(1).__reduce_ex__(5)[0]  # in the module where this numpy defines it
         return make, (self.data, np.dtype("u1"), (len(self.data),), "C")
 
 
 @pytest.mark.parametrize("name", ["b.pt", "b.safetensors"])
-def test_many_arrays_of_the_same_bytes_are_written_once(tmp_path: Path, name: str) -> None:
+def test_arrays_over_the_same_bytes_are_written_once(tmp_path: Path, name: str) -> None:
     large, small = bytes(1 << 20), b"\1"
-    value = {"large": [Same(large) for _ in range(3000)], "small": [Same(small) for _ in range(2)]}
+    value = {"large": [BytesArray(large) for _ in range(3000)], "small": [BytesArray(small) for _ in range(2)]}
     source = save(value, tmp_path / "a.pt")
-    made = convert(source, tmp_path / name)
-    assert made.tensors == 3002
+    result = convert(source, tmp_path / name)
+    assert result.tensors == 3002
     assert (tmp_path / name).stat().st_size < 3 << 20
     if name == "b.pt":
         first, second = torch.load(tmp_path / name, weights_only=True)["small"]
-        assert first.data_ptr() != second.data_ptr()  # Python has each byte once
+        assert first.data_ptr() != second.data_ptr()  # although CPython has only one object per byte
 
 
-def made_of(state: Any, *, kind: str = "numpy.ndarray") -> Array | None:
+def array_from_state(state: Any, *, kind: str = "numpy.ndarray") -> Array | None:
     module, _, name = kind.rpartition(".")
     node = Call(Global("numpy._core.multiarray", "_reconstruct", 0), (Global(module, name, 0), (0,), b"b"), "reduce", 0)
     node.states = [state]
     return numeric_array(node, {})
 
 
-def dtype_of(code: Any, state: Any = (3, "<", None, None, None, -1, -1, 0)) -> Call:
+def dtype_call(code: Any, state: Any = (3, "<", None, None, None, -1, -1, 0)) -> Call:
     node = Call(Global("numpy", "dtype", 0), (code, False, True), "reduce", 0)
     node.states = [state]
     return node
 
 
-def test_arrays_that_nobody_writes() -> None:
-    data, real = b"\0" * 8, dtype_of("f4")
-    assert made_of((1, (2,), real, False, data)) == Array(Dtype("f4", False, 4, True, False), (2,), (1,), data)
-    wrong: list[Any] = [
+def test_malformed_array_pickles_are_not_arrays() -> None:
+    data, dtype = b"\0" * 8, dtype_call("f4")
+    assert array_from_state((1, (2,), dtype, False, data)) == Array(
+        Dtype("f4", False, 4, True, False), (2,), (1,), data
+    )
+    malformed: list[Any] = [
         None,
-        (1, (2,), real, False),
-        (1, (3,), real, False, data),
-        (1, (-2,), real, False, data),
-        (1, (1 << 80, 0), real, False, b""),
-        (1, (True, 2), real, False, data),
-        (1, [2], real, False, data),
-        (1, (2,) + (1,) * 64, real, False, data),
-        (1, (2,), real, False, "\u20ac" * 8),
-        (1, (2,), real, False, [1, 2]),
+        (1, (2,), dtype, False),
+        (1, (3,), dtype, False, data),
+        (1, (-2,), dtype, False, data),
+        (1, (1 << 80, 0), dtype, False, b""),
+        (1, (True, 2), dtype, False, data),
+        (1, [2], dtype, False, data),
+        (1, (2,) + (1,) * 64, dtype, False, data),
+        (1, (2,), dtype, False, "\u20ac" * 8),
+        (1, (2,), dtype, False, [1, 2]),
         (1, (2,), "f4", False, data),
-        (1, (2,), dtype_of("O8"), False, data),
-        (1, (2,), dtype_of(None), False, data),
-        (1, (2,), dtype_of("f4", (3, "<", None, ("a",), Dict([]), 4, 4, 0)), False, data),
-        (1, (2,), dtype_of("f4", "<"), False, data),
+        (1, (2,), dtype_call("O8"), False, data),
+        (1, (2,), dtype_call(None), False, data),
+        (1, (2,), dtype_call("f4", (3, "<", None, ("a",), Dict([]), 4, 4, 0)), False, data),
+        (1, (2,), dtype_call("f4", "<"), False, data),
     ]
-    assert [state for state in wrong if made_of(state) is not None] == []
-    assert made_of((1, (2,), real, False, data), kind="numpy.matrix") is None
+    assert [state for state in malformed if array_from_state(state) is not None] == []
+    assert array_from_state((1, (2,), dtype, False, data), kind="numpy.matrix") is None
 
-    def buffer(*args: Any) -> Array | None:
+    def array_from_buffer(*args: Any) -> Array | None:
         return numeric_array(
-            Call(Global("numpy._core.numeric", "_frombuffer", 0), (data, real, *args), "reduce", 0), {}
+            Call(Global("numpy._core.numeric", "_frombuffer", 0), (data, dtype, *args), "reduce", 0), {}
         )
 
-    assert buffer((1, 2), "K", (1, 0)) == Array(Dtype("f4", False, 4, True, False), (2, 1), (1, 2), data)
-    several: list[Any] = [((2,), "K"), ((2,), "C", (0,)), ((2,), "A"), ((2,), "K", (1,)), ((1, 2), "K", (0, 0))]
-    assert [args for args in [*several, ((2,), "K", (False,))] if buffer(*args) is not None] == []
+    assert array_from_buffer((1, 2), "K", (1, 0)) == Array(Dtype("f4", False, 4, True, False), (2, 1), (1, 2), data)
+    malformed_arguments: list[Any] = [
+        ((2,), "K"),
+        ((2,), "C", (0,)),
+        ((2,), "A"),
+        ((2,), "K", (1,)),
+        ((1, 2), "K", (0, 0)),
+    ]
+    assert [
+        args for args in [*malformed_arguments, ((2,), "K", (False,))] if array_from_buffer(*args) is not None
+    ] == []
 
 
-_BARE = """
+_WITHOUT_LIBRARIES = """
 import sys
 for name in ("torch", "numpy"):
     sys.modules[name] = None
 from transload.converting import convert
-made = convert(*sys.argv[1:])
-assert made.tensors == 2 and not made.listed, made
+result = convert(*sys.argv[1:])
+assert result.tensors == 2 and not result.listed, result
 """
 
 
-def test_without_numpy_and_torch(tmp_path: Path) -> None:
+def test_rng_state_is_converted_without_numpy_and_torch(tmp_path: Path) -> None:
     source = save(rng_state(), tmp_path / "rng_state.pth")
     for name in ("a.safetensors", "a.pt"):
-        subprocess.run([sys.executable, "-c", _BARE, source, tmp_path / name], check=True)
-    back = torch.load(tmp_path / "a.pt", weights_only=True) if RELEASE >= (2, 3) else {}
-    assert len(back) in (0, 3)
+        subprocess.run([sys.executable, "-c", _WITHOUT_LIBRARIES, source, tmp_path / name], check=True)
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True) if RELEASE >= (2, 3) else {}
+    assert len(loaded) in (0, 3)

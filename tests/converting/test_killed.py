@@ -1,4 +1,4 @@
-"""A conversion that is killed at any call that changes a disk: what is there is the old set or the new one, whole."""
+"""A conversion killed at any system call that changes the disk leaves the complete old set or the complete new set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs os.fork and renameat2(RENAME_EXCHANGE)")
 
-# Forks once for every call, in a process without threads; the child ends at that call as a killed one does.
+# Forks once per call, from a process without threads; the child exits at that call as if it were killed.
 SCRIPT = r"""
 import json, os, struct, sys, shutil
 from transload.converting import convert
@@ -29,10 +29,10 @@ def source(name, value, count):
         file.write(struct.pack("<Q", len(head)) + head + bytes([value]) * 100 * count)
     return f"{base}/{name}"
 
-OLD, NEW = source("old", 1, 3), source("new", 2, 4 if scene == "shards of another number" else 3)
+OLD, NEW = source("old", 1, 3), source("new", 2, 4 if scene == "another number of shards" else 3)
 RAW = scene.startswith("raw")
 OUT = f"{base}/place/out/" if RAW else f"{base}/place/m.safetensors"
-SIZES = {"one file": (None, None), "shards over a file": (None, 100), "a file over shards": (100, None)}
+SIZES = {"one file": (None, None), "shards replace a file": (None, 100), "a file replaces shards": (100, None)}
 
 def to(src, which):
     size = None if RAW else SIZES.get(scene, (100, 100))[which]
@@ -47,7 +47,7 @@ def tensors(path):
     return {name: data[8 + length + at["data_offsets"][0] :][:100] for name, at in table.items()}
 
 def read(folder):
-    "Every set that a loader can find: a file, an index with its shards, a directory."
+    "Every set of tensors that a loader can find: a file, an index with its shards, a directory."
     found = []
     if RAW:
         if os.path.isdir(f"{folder}/out"):
@@ -61,8 +61,8 @@ def read(folder):
         found.append({name: tensors(f"{folder}/{file}")[name] for name, file in index.items()})
     return found
 
-def of(value):
-    count = 4 if scene == "shards of another number" and value == 2 else 3
+def expected_tensors(value):
+    count = 4 if scene == "another number of shards" and value == 2 else 3
     return {f"t{n}": bytes([value]) * 100 for n in range(count)}
 
 def fresh():
@@ -71,20 +71,20 @@ def fresh():
     to(OLD, 0)
 
 def killed(at):
-    "Run a conversion in a child that dies before its call number `at`; whether it did."
+    "Run a conversion in a child that exits before its call number `at`; return whether it got that far."
     child = os.fork()
     if not child:
         left = [at]
-        def watched(true):
+        def watched(real):
             def call(*args, **more):
                 left[0] -= 1
                 if not left[0]:
                     os._exit(9)
-                return true(*args, **more)
+                return real(*args, **more)
             return call
         for name in CALLS:
             setattr(os, name, watched(getattr(os, name)))
-        output.swap = watched(output.swap) if scene != "raw, without a swap" else lambda *_: False
+        output.swap = watched(output.swap) if scene != "raw, without exchange" else lambda *_: False
         if scene == "shards that cannot be linked":
             def refuse(*_):
                 raise OSError(1, "no")
@@ -96,39 +96,39 @@ def killed(at):
 fresh()
 to(NEW, 1)
 expected = {*os.listdir(f"{base}/place")}
-told = {"points": 0, "old": 0, "new": 0, "both": 0, "neither": 0, "mixed": 0, "debris": 0}
+counts = {"points": 0, "old": 0, "new": 0, "both": 0, "neither": 0, "mixed": 0, "debris": 0}
 while True:
     fresh()
-    if not killed(told["points"] + 1):
+    if not killed(counts["points"] + 1):
         break
-    told["points"] += 1
+    counts["points"] += 1
     found = read(f"{base}/place")
-    if any(each not in (of(1), of(2)) for each in found):
-        told["mixed"] += 1
-    kinds = (of(1) in found, of(2) in found)
-    told[{(True, False): "old", (False, True): "new", (True, True): "both", (False, False): "neither"}[kinds]] += 1
+    if any(tensors not in (expected_tensors(1), expected_tensors(2)) for tensors in found):
+        counts["mixed"] += 1
+    kinds = (expected_tensors(1) in found, expected_tensors(2) in found)
+    counts[{(True, False): "old", (False, True): "new", (True, True): "both", (False, False): "neither"}[kinds]] += 1
     to(NEW, 1)
     debris = {name for name in os.listdir(f"{base}/place") if name[0] == "."}
-    told["debris"] += bool(debris) or of(2) not in read(f"{base}/place")
-print(json.dumps(told))
+    counts["debris"] += bool(debris) or expected_tensors(2) not in read(f"{base}/place")
+print(json.dumps(counts))
 """
 
 
 @pytest.mark.parametrize(
-    ("scene", "whole"),
+    ("scene", "always_complete"),
     [
         ("one file", True),
-        ("shards of the same names", True),
-        ("shards of another number", True),
-        ("shards over a file", True),
-        ("a file over shards", True),
+        ("shards with the same names", True),
+        ("another number of shards", True),
+        ("shards replace a file", True),
+        ("a file replaces shards", True),
         ("raw", True),
-        ("raw, without a swap", False),
+        ("raw, without exchange", False),
         ("shards that cannot be linked", False),
     ],
 )
-def test_a_set_is_old_or_new_at_every_moment(scene: str, whole: bool, tmp_path: Path) -> None:
-    done = subprocess.run(
+def test_killed_conversion_leaves_the_old_or_the_new_set(scene: str, always_complete: bool, tmp_path: Path) -> None:
+    process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", SCRIPT, scene, str(tmp_path)],
         capture_output=True,
         text=True,
@@ -136,11 +136,11 @@ def test_a_set_is_old_or_new_at_every_moment(scene: str, whole: bool, tmp_path: 
         timeout=300,
         env={"PYTHONPATH": str(SOURCE)},
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads(done.stdout)
-    print(f"{scene}: killed at {told['points']} points: {told}")  # noqa: T201 - how much was tried
-    assert told["points"] >= 8
-    assert told["mixed"] == told["debris"] == 0
-    assert not told["neither"] or not whole
-    assert told["old"]
-    assert told["new"] + told["both"]
+    assert process.returncode == 0, process.stderr[-3000:]
+    counts = json.loads(process.stdout)
+    print(f"{scene}: killed at {counts['points']} points: {counts}")  # noqa: T201 - shows how many points were tried
+    assert counts["points"] >= 8
+    assert counts["mixed"] == counts["debris"] == 0
+    assert not counts["neither"] or not always_complete
+    assert counts["old"]
+    assert counts["new"] + counts["both"]

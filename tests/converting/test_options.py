@@ -21,11 +21,11 @@ from transload.writing.plan import dtype_of, format_of, size_of
         ("a/", "raw"),
     ],
 )
-def test_the_name_tells_the_format(name: str, format_: str) -> None:
+def test_format_follows_from_the_file_name(name: str, format_: str) -> None:
     assert format_of(name) == format_
 
 
-def test_what_is_said_goes_before_the_name() -> None:
+def test_explicit_format_overrides_the_file_name() -> None:
     assert format_of("a.pt", "npz") == "npz"
     with pytest.raises(UsageError, match="unknown format 'onnx'"):
         format_of("a.pt", "onnx")
@@ -46,17 +46,17 @@ def test_what_is_said_goes_before_the_name() -> None:
         ("3k", 3000),
     ],
 )
-def test_sizes(text: str | int | None, nbytes: int) -> None:
+def test_size_of_parses_units(text: str | int | None, nbytes: int) -> None:
     assert size_of(text) == nbytes
 
 
 @each("text", ["0", "-5GB", "5XB", "GB", "1iB", "5 GB GB", "1e9", -3, "9" * 400])
-def test_what_is_no_size(text: str | int) -> None:
+def test_size_of_refuses_anything_else(text: str | int) -> None:
     with pytest.raises(UsageError, match="not a size"):
         size_of(text)
 
 
-def test_dtypes() -> None:
+def test_dtype_of_accepts_aliases_of_floating_dtypes_only() -> None:
     assert [dtype_of(text) for text in ("bf16", "torch.float16", "FP32", "half", "")] == [
         "bfloat16",
         "float16",

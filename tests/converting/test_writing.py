@@ -1,4 +1,4 @@
-"""Files are written and compared in one pass, and appear completely or not at all, whatever goes wrong."""
+"""Files are written and read back in one pass, and appear completely or not at all, whatever fails."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STATE = DATA / "h200" / "state_dict_cuda0.pt"
 
 
 def safetensors(sizes: dict[str, int]) -> bytes:
-    """A file of bytes that are all different, more or less."""
+    """A safetensors file whose bytes have few repetitions."""
     table, at = {}, 0
     for name, size in sizes.items():
         table[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
@@ -58,82 +58,84 @@ def files(folder: Path) -> set[str]:
 
 
 def written(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int | None], list[int]]:
-    told: list[int] = []
+    progress: list[int] = []
     with open_content(source) as content, path.open("w+b") as file:
         entries = [Entry(tensor.name, tensor, tensor.dtype) for tensor in content.checkpoint.tensors]
-        transfer.write_file(file.fileno(), head, entries, Job(content, progress=told.append), "x")
-    return path.read_bytes(), [entry.crc32 for entry in entries], told
+        transfer.write_file(file.fileno(), head, entries, Job(content, progress=progress.append), "x")
+    return path.read_bytes(), [entry.crc32 for entry in entries], progress
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 @pytest.mark.parametrize("chunk", [4096, 3 * 4096, 1 << 20])
-@pytest.mark.parametrize("head", [b"", b"12345678", bytes(4096)], ids=["no head", "a head", "a page"])
-def test_the_file_written_is_the_file_asked_for(
+@pytest.mark.parametrize("head", [b"", b"12345678", bytes(4096)], ids=["no head", "short head", "page-sized head"])
+def test_write_file_writes_head_and_tensors_with_checksums(
     tmp_path: Path, chunk: int, head: bytes, direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "CHUNK", chunk)
     monkeypatch.setattr(transfer, "_DIRECT_FROM", 0 if direct else 1 << 60)
     source = safetensors(SIZES)
     body = source[8 + int.from_bytes(source[:8], "little") :]
-    made, sums, told = written(source, tmp_path / "a", head)
-    assert made == head + body
+    data, sums, progress = written(source, tmp_path / "a", head)
+    assert data == head + body
     ends = [sum(list(SIZES.values())[: number + 1]) for number in range(len(SIZES))]
     assert sums == [crc32(body[end - size : end]) for end, size in zip(ends, SIZES.values(), strict=True)]
-    assert sum(told) == 2 * sum(SIZES.values())  # written and compared
+    assert sum(progress) == 2 * sum(SIZES.values())  # written and compared
 
 
 @pytest.mark.parametrize("call", ["pwrite", "preadv"])
-def test_a_file_system_that_only_says_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_write_file_falls_back_when_direct_io_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     import fcntl
 
-    true = getattr(os, call)
+    real = getattr(os, call)
     refused: list[int] = []
-    together = threading.Barrier(2)  # two threads are refused before either of them can turn it off
+    barrier = threading.Barrier(2)  # two threads are refused before either can turn direct I/O off
 
-    def picky(descriptor: int, data: Any, offset: int) -> int:
+    def refusing_direct_io(descriptor: int, data: Any, offset: int) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0):
             refused.append(offset)
             with contextlib.suppress(threading.BrokenBarrierError):
-                together.wait(2)
+                barrier.wait(2)
             raise OSError(errno.EINVAL, "not aligned")
-        return int(true(descriptor, data, offset))
+        return int(real(descriptor, data, offset))
 
     monkeypatch.setattr(transfer, "CHUNK", 8192)
     monkeypatch.setattr(transfer, "_DIRECT_FROM", 0)
     source = safetensors(SIZES)
-    monkeypatch.setattr(os, call, picky)
-    made, _, _ = written(source, tmp_path / "a", b"head")
-    assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
-    assert len(refused) <= 8  # each thread once at most, and none where the file system takes no such flag
+    monkeypatch.setattr(os, call, refusing_direct_io)
+    data, _, _ = written(source, tmp_path / "a", b"head")
+    assert data == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
+    assert len(refused) <= 8  # at most once per thread; never where the file system has no O_DIRECT
 
 
-def test_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(threading.Thread):
+def test_write_file_works_when_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class RefusingThread(threading.Thread):
         def start(self) -> None:
             raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(transfer, "CHUNK", 4096)
-    monkeypatch.setattr(pool, "Thread", Refusing)
+    monkeypatch.setattr(pool, "Thread", RefusingThread)
     source = safetensors(SIZES)
-    made, _, told = written(source, tmp_path / "a", b"head")
-    assert made == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
-    assert sum(told) == 2 * sum(SIZES.values())  # written and compared
+    data, _, progress = written(source, tmp_path / "a", b"head")
+    assert data == b"head" + source[8 + int.from_bytes(source[:8], "little") :]
+    assert sum(progress) == 2 * sum(SIZES.values())  # written and compared
 
 
-def test_a_disk_that_lies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = os.preadv
+def test_corruption_on_disk_is_detected_by_reading_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.preadv
 
-    def lying(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
-        count = true(descriptor, buffers, offset, *flags)
+    def corrupting(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        count = real(descriptor, buffers, offset, *flags)
         if offset <= 65536 < offset + count:
             buffers[0][65536 - offset] ^= 1
         return count
 
     source = tmp_path / "a.safetensors"
     source.write_bytes(safetensors(SIZES))
-    with open_content(source) as content:  # what is read of the source is read before
+    with open_content(source) as content:  # so that the source is read before the patch
         content.checkpoint  # noqa: B018
-    monkeypatch.setattr(os, "preadv", lying)
+    monkeypatch.setattr(os, "preadv", corrupting)
     raw = source.read_bytes()
     with pytest.raises(ConvertError, match="read back differ"):
         convert(raw, tmp_path / "b.safetensors")
@@ -141,18 +143,20 @@ def test_a_disk_that_lies_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("to", ["torch", "npz", "raw"])
-def test_others_are_read_back_too(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_other_format_is_read_back_unless_verify_is_off(
+    tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raw = safetensors({"a": 5, "e": 200_000})
-    true, mark = os.preadv, raw[-150_000:-149_000]
+    real, mark = os.preadv, raw[-150_000:-149_000]
 
-    def lying(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
-        count = true(descriptor, buffers, offset, *flags)
+    def corrupting(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        count = real(descriptor, buffers, offset, *flags)
         at = bytes(buffers[0]).find(mark)
         if at >= 0:
             buffers[0][at] ^= 1
         return count
 
-    monkeypatch.setattr(os, "preadv", lying)
+    monkeypatch.setattr(os, "preadv", corrupting)
     with pytest.raises(ConvertError, match="read back differ") as caught:
         convert(raw, tmp_path / "b", to=to)
     assert "e" in (caught.value.what[0], caught.value.where[-1])
@@ -162,10 +166,10 @@ def test_others_are_read_back_too(tmp_path: Path, to: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b/"])
-def test_a_damaged_source_is_refused(tmp_path: Path, name: str) -> None:
+def test_damaged_record_in_the_source_is_refused_unless_verify_is_off(tmp_path: Path, name: str) -> None:
     raw = bytearray(STATE.read_bytes())
     with open_content(STATE) as content:
-        storage = next(each for each in content.checkpoint.storages if "conv.weight" in each.tensors)
+        storage = next(storage for storage in content.checkpoint.storages if "conv.weight" in storage.tensors)
     assert storage.offset is not None
     raw[storage.offset + 5] ^= 0x10
     with pytest.raises(ConvertError, match=r"1 of its records are damaged: .*conv\.weight"):
@@ -174,7 +178,7 @@ def test_a_damaged_source_is_refused(tmp_path: Path, name: str) -> None:
     convert(bytes(raw), f"{tmp_path}/{name}", verify=False)
 
 
-def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+def test_unreadable_source_leaves_no_target(tmp_path: Path) -> None:
     for raw in (STATE.read_bytes()[:-500], b"<html>", b""):
         with pytest.raises(TransloadError):
             convert(raw, tmp_path / "b.safetensors")
@@ -189,35 +193,35 @@ def test_a_broken_file_is_refused(tmp_path: Path) -> None:
 # -- all or nothing
 
 
-def full(*_: Any) -> Any:
+def raise_disk_full(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, "full")
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b/"])
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_a_full_disk_leaves_what_was_there(
+def test_full_disk_leaves_the_old_target(
     tmp_path: Path, name: str, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if name != "b/":
         (tmp_path / name).write_bytes(b"old")
     for function in ("write", "writev", "pwrite", "copy_file_range"):
-        monkeypatch.setattr(os, function, full, raising=False)
+        monkeypatch.setattr(os, function, raise_disk_full, raising=False)
     with pytest.raises(FullDiskError, match="disk is full"):
         convert(STATE, f"{tmp_path}/{name}", overwrite=True, verify=verify)
     monkeypatch.undo()
-    assert [(tmp_path / each).read_bytes() for each in files(tmp_path)] == ([] if name == "b/" else [b"old"])
+    assert [(tmp_path / file).read_bytes() for file in files(tmp_path)] == ([] if name == "b/" else [b"old"])
 
 
-def test_shards_are_all_there_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true, renamed = os.replace, []
+def test_failed_rename_removes_all_new_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, renamed = os.replace, []
 
-    def some(source: str, target: str) -> None:
+    def failing_at_the_third(source: str, target: str) -> None:
         renamed.append(target)
         if len(renamed) == 3:
             raise OSError(errno.EIO, "failing")
-        true(source, target)
+        real(source, target)
 
-    monkeypatch.setattr(os, "replace", some)
+    monkeypatch.setattr(os, "replace", failing_at_the_third)
     with pytest.raises(CannotWriteError):
         convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
     monkeypatch.undo()
@@ -228,23 +232,21 @@ def test_shards_are_all_there_or_none(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("at", range(1, 8))
-def test_shards_that_cannot_all_be_replaced_stay_what_they_were(
-    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_rename_restores_all_old_shards(tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first = safetensors({"a": 100, "b": 100, "c": 100, "d": 100})
     second = first[:-400] + bytes(400)
     convert(first, tmp_path / "m.safetensors", max_shard_size=100)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    true, renamed = os.replace, []
+    real, renamed = os.replace, []
 
-    def some(source: str, target: str) -> None:
+    def failing_once(source: str, target: str) -> None:
         renamed.append(target)
         if len(renamed) == at:
             raise OSError(errno.EIO, "failing")
-        true(source, target)
+        real(source, target)
 
-    monkeypatch.setattr(os, "replace", some)
-    fails = 2 <= at <= 6  # the first is that of the index in between, without which it goes as well; the last the index
+    monkeypatch.setattr(os, "replace", failing_once)
+    fails = 2 <= at <= 6  # rename 1 is of the temporary index, which is optional; 6 is of the index itself
     with pytest.raises(CannotWriteError) if fails else nullcontext():
         convert(second, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
     monkeypatch.undo()
@@ -254,7 +256,7 @@ def test_shards_that_cannot_all_be_replaced_stay_what_they_were(
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["done", "fails"])
-def test_where_files_have_one_name_only_no_index_leads_to_old_and_new_shards(
+def test_without_hard_links_no_index_exists_while_shards_are_replaced(
     tmp_path: Path, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
@@ -280,39 +282,39 @@ def test_where_files_have_one_name_only_no_index_leads_to_old_and_new_shards(
     assert index.read_bytes() == old
 
 
-def test_an_index_that_is_none_is_replaced(tmp_path: Path) -> None:
+def test_malformed_index_is_replaced(tmp_path: Path) -> None:
     for text in ("[", "[]", '{"weight_map": {"a": 1}}'):
         (tmp_path / "m.safetensors.index.json").write_text(text, encoding="utf-8")
         convert(STATE, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
         assert inspect(tmp_path / "m.safetensors.index.json").tensors
 
 
-def test_the_index_in_between_is_one_that_loaders_take(tmp_path: Path) -> None:
-    made = convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
-    index, shards = made.files[-1], list(made.files[:-1])
+def test_temporary_index_is_loadable_and_can_be_undone(tmp_path: Path) -> None:
+    result = convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
+    index, shards = result.files[-1], list(result.files[:-1])
     text, before = Path(index).read_bytes(), inspect(index)
-    kept = output._OldShards(index, shards)
+    old_shards = output._OldShards(index, shards)
     for shard in shards:
         Path(shard).unlink()
-    between = inspect(index)
-    assert between.ok
-    assert [tensor.name for tensor in between.tensors] == [tensor.name for tensor in before.tensors]
+    temporary = inspect(index)
+    assert temporary.ok
+    assert [tensor.name for tensor in temporary.tensors] == [tensor.name for tensor in before.tensors]
     assert {Path(name).suffix for name in json.loads(Path(index).read_bytes())["weight_map"].values()} == {
         ".safetensors"
     }
-    kept.restore(touched=True)
-    assert files(tmp_path) == {Path(name).name for name in made.files}
+    old_shards.restore(touched=True)
+    assert files(tmp_path) == {Path(name).name for name in result.files}
     assert Path(index).read_bytes() == text
 
 
-def test_a_file_that_shards_replace_is_gone(tmp_path: Path) -> None:
+def test_shards_replace_a_single_file(tmp_path: Path) -> None:
     convert(STATE, tmp_path / "m.safetensors")
-    made = convert(STATE, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
-    assert files(tmp_path) == {Path(name).name for name in made.files}
+    result = convert(STATE, tmp_path / "m.safetensors", max_shard_size=100, overwrite=True)
+    assert files(tmp_path) == {Path(name).name for name in result.files}
     assert "m.safetensors" not in files(tmp_path)
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupt_leaves_no_files(tmp_path: Path) -> None:
     def stop(*_: int) -> None:
         raise KeyboardInterrupt
 
@@ -323,24 +325,24 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
-def test_progress_adds_up(tmp_path: Path, verify: bool) -> None:
+def test_progress_increases_up_to_the_total(tmp_path: Path, verify: bool) -> None:
     source = tmp_path / "a.pt"
     shared = torch.ones(100_000)
     torch.save({"a": shared, "b": shared[5:10], "c": torch.eye(300).to_sparse(), "epoch": "x" * 10_000}, source)
     for name in ("b.safetensors", "b.pt", "b.npz", "b/"):
-        told: list[tuple[int, int]] = []
-        count = lambda done, total: told.append((done, total))  # noqa: B023, E731 - called before the next round
-        convert(source, f"{tmp_path}/{name}", verify=verify, progress=count)
-        assert told == sorted(told)
-        assert len({total for _, total in told}) == 1
-        assert told[-1][0] == told[-1][1] > 0
+        reported: list[tuple[int, int]] = []
+        record = lambda done, total: reported.append((done, total))  # noqa: B023, E731 - called before the next round
+        convert(source, f"{tmp_path}/{name}", verify=verify, progress=record)
+        assert reported == sorted(reported)
+        assert len({total for _, total in reported}) == 1
+        assert reported[-1][0] == reported[-1][1] > 0
 
 
-# -- what is there already
+# -- existing targets
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz"])
-def test_nothing_is_written_over_unless_asked(tmp_path: Path, name: str) -> None:
+def test_existing_target_is_kept_without_overwrite(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"old")
     with pytest.raises(UsageError, match="already") as caught:
         convert(STATE, tmp_path / name)
@@ -351,20 +353,20 @@ def test_nothing_is_written_over_unless_asked(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["b.safetensors", "b/"])
-def test_only_what_was_left_over_is_replaced(tmp_path: Path, name: str) -> None:
-    beside = tmp_path / f"{name.rstrip('/')}.leftovers.json"
-    beside.write_text('{\n "from": "a.pt",\n "data": 1\n}\n', encoding="utf-8")
+def test_leftovers_file_is_replaced_only_if_a_conversion_wrote_it(tmp_path: Path, name: str) -> None:
+    leftovers = tmp_path / f"{name.rstrip('/')}.leftovers.json"
+    leftovers.write_text('{\n "from": "a.pt",\n "data": 1\n}\n', encoding="utf-8")
     with pytest.raises(UsageError, match="already"):
         convert(STATE, f"{tmp_path}/{name}")
     convert(STATE, f"{tmp_path}/{name}", overwrite=True)
-    assert not beside.exists()
-    beside.write_text('{"mine": 1}', encoding="utf-8")
+    assert not leftovers.exists()
+    leftovers.write_text('{"mine": 1}', encoding="utf-8")
     with pytest.raises(UsageError, match="not written by a conversion"):
         convert(STATE, f"{tmp_path}/{name}", overwrite=True)
-    assert beside.read_text(encoding="utf-8") == '{"mine": 1}'
+    assert leftovers.read_text(encoding="utf-8") == '{"mine": 1}'
 
 
-def test_directories_are_only_replaced_where_they_are_ours(tmp_path: Path) -> None:
+def test_directory_is_replaced_only_if_a_conversion_wrote_it(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     convert(STATE, f"{folder}/")
@@ -379,7 +381,7 @@ def test_directories_are_only_replaced_where_they_are_ours(tmp_path: Path) -> No
     assert files(tmp_path) == {"out"}
 
 
-def test_a_source_is_never_its_own_target(tmp_path: Path) -> None:
+def test_source_is_refused_as_target(tmp_path: Path) -> None:
     source = tmp_path / "a.pt"
     source.write_bytes(STATE.read_bytes())
     (tmp_path / "link.pt").symlink_to(source)
@@ -390,7 +392,7 @@ def test_a_source_is_never_its_own_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "link.safetensors"])
-def test_no_file_of_a_source_is_written_over(tmp_path: Path, name: str) -> None:
+def test_file_of_the_source_is_refused_as_target(tmp_path: Path, name: str) -> None:
     convert(STATE, tmp_path / "model.safetensors")
     (tmp_path / "link.safetensors").hardlink_to(tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -401,21 +403,21 @@ def test_no_file_of_a_source_is_written_over(tmp_path: Path, name: str) -> None:
     assert files(tmp_path) == {"model.safetensors", "link.safetensors"}
 
 
-def test_an_open_source_is_not_written_over_either(tmp_path: Path) -> None:
+def test_open_source_file_is_refused_as_target(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(STATE.read_bytes())
     with (tmp_path / "a.pt").open("rb") as opened, pytest.raises(UsageError, match="the source itself"):
         convert(opened, tmp_path / "a.pt", overwrite=True)
     assert (tmp_path / "a.pt").read_bytes() == STATE.read_bytes()
 
 
-def test_what_lies_beside_a_source_can_be_replaced(tmp_path: Path) -> None:
+def test_unrelated_file_beside_the_source_can_be_replaced(tmp_path: Path) -> None:
     convert(STATE, tmp_path / "model.safetensors")
     convert(STATE, tmp_path / "other.pt")
-    made = convert(tmp_path, tmp_path / "other.pt", overwrite=True, dtype="float16")
-    assert made.cast
+    result = convert(tmp_path, tmp_path / "other.pt", overwrite=True, dtype="float16")
+    assert result.cast
 
 
-def test_a_shard_of_the_source_is_not_written_over(tmp_path: Path) -> None:
+def test_shard_of_the_source_is_refused_as_target(tmp_path: Path) -> None:
     convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(before) > 2
@@ -424,7 +426,7 @@ def test_a_shard_of_the_source_is_not_written_over(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_directory_that_cannot_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_directory_rename_restores_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     convert(STATE, f"{tmp_path}/out/")
     before = files(tmp_path / "out")
     rename = os.rename
@@ -442,7 +444,7 @@ def test_a_directory_that_cannot_take_its_place(tmp_path: Path, monkeypatch: pyt
     assert files(tmp_path / "out") == before
 
 
-def test_a_directory_behind_a_link(tmp_path: Path) -> None:
+def test_directory_behind_a_symlink_is_replaced_and_the_link_kept(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "out").symlink_to("real")
     for _ in range(2):
@@ -452,7 +454,7 @@ def test_a_directory_behind_a_link(tmp_path: Path) -> None:
     assert "index.json" in files(tmp_path / "real")
 
 
-def test_what_another_conversion_is_writing_stays(tmp_path: Path) -> None:
+def test_concurrent_conversions_do_not_share_temporary_directories(tmp_path: Path) -> None:
     first = output.Folder(f"{tmp_path}/out/", overwrite=False)
     second = output.Folder(f"{tmp_path}/out/", overwrite=False)
     assert len(files(tmp_path)) == 2
@@ -461,7 +463,7 @@ def test_what_another_conversion_is_writing_stays(tmp_path: Path) -> None:
     assert files(tmp_path) == {"out"}
 
 
-def test_a_target_that_is_no_file(tmp_path: Path) -> None:
+def test_target_that_cannot_be_a_regular_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "b.safetensors")
     with pytest.raises(UsageError, match="not a regular file"):
         convert(STATE, tmp_path / "b.safetensors", overwrite=True)
@@ -470,10 +472,10 @@ def test_a_target_that_is_no_file(tmp_path: Path) -> None:
         convert(STATE, tmp_path / "file" / "deep" / "b.safetensors")
 
 
-def test_in_a_directory_the_file_has_its_usual_name(tmp_path: Path) -> None:
-    made = convert(STATE, tmp_path, to="safetensors")
+def test_directory_target_gets_the_default_file_name(tmp_path: Path) -> None:
+    result = convert(STATE, tmp_path, to="safetensors")
     assert files(tmp_path) == {"model.safetensors"}
-    assert made.out == str(tmp_path / "model.safetensors")
+    assert result.out == str(tmp_path / "model.safetensors")
 
 
 def one_number(number: float) -> bytes:
@@ -482,7 +484,9 @@ def one_number(number: float) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.npz", "raw/", "link/a.npz"])
-def test_directories_that_are_missing_are_made(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_directories_are_created_only_on_success(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
     target = f"{tmp_path}/new/{name}" if name.startswith("link") else f"{tmp_path}/new/one/two/{name}"
@@ -490,22 +494,22 @@ def test_directories_that_are_missing_are_made(tmp_path: Path, name: str, monkey
     with pytest.raises(OverflowRefusedError):
         convert(one_number(1e30), target, dtype="float16")
     with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
+        patched.setattr(os, "fsync", raise_disk_full)
         with pytest.raises(FullDiskError):
             convert(STATE, target)
-    assert sorted(tmp_path.rglob("*")) == before  # nothing is there that was not before
+    assert sorted(tmp_path.rglob("*")) == before  # no new files or directories
     assert all(Path(file).exists() for file in convert(STATE, target).files)
 
 
-def test_shards_in_a_directory_that_is_missing(tmp_path: Path) -> None:
-    made = convert(STATE, tmp_path / "out" / "model.safetensors", max_shard_size=200)
-    assert len(made.files) > 2
-    assert files(tmp_path / "out") == {Path(file).name for file in made.files}
+def test_missing_directory_is_created_for_shards(tmp_path: Path) -> None:
+    result = convert(STATE, tmp_path / "out" / "model.safetensors", max_shard_size=200)
+    assert len(result.files) > 2
+    assert files(tmp_path / "out") == {Path(file).name for file in result.files}
     convert(STATE, f"{tmp_path}/other/", to="safetensors")
     assert files(tmp_path / "other") == {"model.safetensors"}
 
 
-def test_a_directory_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> None:
+def test_created_directory_is_kept_if_another_process_uses_it(tmp_path: Path) -> None:
     def fail(done: int, _: int) -> None:
         if done:
             (tmp_path / "a" / "theirs").write_bytes(b"")
@@ -516,49 +520,49 @@ def test_a_directory_that_somebody_else_uses_meanwhile_stays(tmp_path: Path) -> 
     assert files(tmp_path / "a") == {"theirs"}
 
 
-def test_directories_that_another_conversion_makes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slower(path: str) -> None:
+def test_directory_created_concurrently_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_the_race(path: str) -> None:
         monkeypatch.undo()
         Path(path).mkdir(parents=True)
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
-    monkeypatch.setattr(os, "mkdir", slower)
+    monkeypatch.setattr(os, "mkdir", lose_the_race)
     convert(STATE, tmp_path / "a" / "b" / "c.pt")
     assert files(tmp_path / "a" / "b") == {"c.pt"}
 
 
-def test_a_bundle_of_nothing() -> None:
+def test_empty_bundle_has_no_paths() -> None:
     with Bundle(overwrite=False) as bundle:
         assert bundle.paths == []
 
 
 @pytest.mark.parametrize(
-    "name", [1, b"x", "", "a\0b.pt", "a\ud800b.pt"], ids=["number", "bytes", "none", "NUL", "half"]
+    "name", [1, b"x", "", "a\0b.pt", "a\ud800b.pt"], ids=["number", "bytes", "empty", "NUL", "lone surrogate"]
 )
-def test_targets_that_make_no_sense(name: Any) -> None:
+def test_invalid_target_names_are_usage_errors(name: Any) -> None:
     with pytest.raises(UsageError):
         convert(STATE, name)
 
 
-def test_what_numpy_could_not_read(tmp_path: Path) -> None:
-    many = {"a": {"dtype": "U8", "shape": [1] * 70, "data_offsets": [0, 1]}}
-    long = {"n" * 70_000: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
-    for table, words in ((many, "70 dimensions"), (long, "too long")):
+def test_arrays_that_numpy_cannot_read_are_refused(tmp_path: Path) -> None:
+    many_dimensions = {"a": {"dtype": "U8", "shape": [1] * 70, "data_offsets": [0, 1]}}
+    long_name = {"n" * 70_000: {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}
+    for table, message in ((many_dimensions, "70 dimensions"), (long_name, "too long")):
         text = json.dumps(table).encode()
         source = len(text).to_bytes(8, "little") + text + b"x"
-        with pytest.raises(ConvertError, match=words):
+        with pytest.raises(ConvertError, match=message):
             convert(source, tmp_path / "b.npz")
     assert files(tmp_path) == set()
 
 
-def test_members_have_names_of_their_own() -> None:
+def test_member_names_are_unique() -> None:
     names = ["a", "a/b", "a//b", "/a", "../a", "%2E%2E/a", "a\\b", "..", "a/", "\n", "a:b", "a/../b", "%2Fa"]
-    made = [member_name(name) for name in names]
-    assert len(set(made)) == len(names)
-    assert made[:2] == ["a", "a/b"]
+    members = [member_name(name) for name in names]
+    assert len(set(members)) == len(names)
+    assert members[:2] == ["a", "a/b"]
 
 
-def test_a_zip_that_any_program_reads(tmp_path: Path) -> None:
+def test_npz_is_a_valid_zip_and_reproducible(tmp_path: Path) -> None:
     convert(STATE, tmp_path / "b.npz")
     with zipfile.ZipFile(tmp_path / "b.npz") as archive:
         assert archive.testzip() is None

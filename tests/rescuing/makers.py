@@ -1,4 +1,4 @@
-"""Files written by torch, damage of every kind, and what must be left of them."""
+"""Files written by torch, functions that damage them, and the tensors a rescue must find."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def flipped(data: bytes, position: int, bit: int) -> bytes:
 
 
 def hashes(data: bytes, names: Collection[str] | None = None) -> dict[str, str]:
-    """The content of each tensor that has bytes of its own, by name; or of those that are asked for."""
+    """The hash of each strided tensor by name, or of the given ones only."""
     with open_content(io.BytesIO(data)) as content:
-        held = [tensor for tensor in content.checkpoint.tensors if tensor.kind == "strided"]
-        return {each.name: _hash(content, each) for each in held if names is None or each.name in names}
+        tensors = [tensor for tensor in content.checkpoint.tensors if tensor.kind == "strided"]
+        return {tensor.name: _hash(content, tensor) for tensor in tensors if names is None or tensor.name in names}
 
 
 def _hash(content: Content, tensor: Tensor) -> str:
-    made = sha256(f"{tensor.dtype} {tensor.shape}".encode())
+    digest = sha256(f"{tensor.dtype} {tensor.shape}".encode())
     for piece in content.pieces(tensor):
-        made.update(piece)
-    return made.hexdigest()
+        digest.update(piece)
+    return digest.hexdigest()
 
 
-def there(checkpoint: Checkpoint, cut: int) -> list[str]:
-    """The tensors all of whose bytes are before a cut."""
+def complete_before(checkpoint: Checkpoint, cut: int) -> list[str]:
+    """The names of the tensors whose bytes all come before a cut."""
     return sorted(tensor.name for tensor in checkpoint.tensors if max(_ends(tensor, checkpoint), default=0) <= cut)
 
 
 def _ends(tensor: Tensor, checkpoint: Checkpoint) -> Iterator[int]:
-    """Where the last byte of a tensor is, and of each of its parts."""
+    """Where the bytes of a tensor and of each of its parts end."""
     for part in tensor.parts:
         yield from _ends(part, checkpoint)
     for storage in checkpoint.storages:
@@ -63,25 +63,25 @@ def _ends(tensor: Tensor, checkpoint: Checkpoint) -> Iterator[int]:
 
 
 def index_end(checkpoint: Checkpoint) -> int:
-    """Where the part of a file ends that tells which tensors it holds; in an archive, but for its descriptor."""
+    """The end of the part of a file that lists its tensors; in an archive, without the data descriptor."""
     if checkpoint.format == "torch-legacy":
         return min((s.offset - 8 for s in checkpoint.storages if s.offset is not None), default=checkpoint.nbytes)
     records = {record.name: record for record in checkpoint.records}
     names = {"torch-zip": ("data.pkl",), "torchscript": ("data.pkl", "model.json"), "torch-export": ("archive_format",)}
-    held = [records[name] for name in names.get(checkpoint.format, tuple(records)) if name in records]
-    return max((record.offset or 0) + record.stored for record in held)
+    index_records = [records[name] for name in names.get(checkpoint.format, tuple(records)) if name in records]
+    return max((record.offset or 0) + record.stored for record in index_records)
 
 
 def rezipped(
-    data: bytes, *, compression: int = zipfile.ZIP_STORED, folder: str | None = None, litter: bool = False
+    data: bytes, *, compression: int = zipfile.ZIP_STORED, folder: str | None = None, mac_files: bool = False
 ) -> bytes:
-    """The records of an archive, packed by another program."""
+    """The records of an archive, repacked by ``zipfile``."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", compression) as new:
         for name in old.namelist():
             root, _, below = name.partition("/")
             lead = f"{root}/" if folder is None else folder
-            if litter:
+            if mac_files:
                 new.writestr(f"__MACOSX/{lead}._{below.replace('/', '_')}", b"\0\5\x16\7")
             new.writestr(f"{lead}{below}", old.read(name))
     return out.getvalue()

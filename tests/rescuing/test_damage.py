@@ -1,4 +1,4 @@
-"""Archives damaged in ways that happen: each gives back what was in it."""
+"""Archives damaged in realistic ways: their contents are restored."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ DIRECTORY = struct.unpack_from("<L", DATA, len(DATA) - 6)[0]
 SCRIPT = (ROOT / "h200" / "torchscript_cuda0.pt").read_bytes()
 
 
-def saved(data: bytes, tmp_path: Path, code: int = 0, **options: str) -> bytes:
+def rescued_bytes(data: bytes, tmp_path: Path, code: int = 0, **options: str) -> bytes:
     out = tmp_path / "out.pt"
-    made = rescue(data, out, **options)  # type: ignore[arg-type]
-    assert made.exit_code == code, str(made)
+    result = rescue(data, out, **options)  # type: ignore[arg-type]
+    assert result.exit_code == code, str(result)
     return out.read_bytes()
 
 
-EXACT = {
-    "as it was": DATA,
+DAMAGED = {
+    "undamaged": DATA,
     "no directory": DATA[:DIRECTORY],
     "half a directory": DATA[: DIRECTORY + 400],
     "no end record": DATA[:-22],
-    "no end records at all": DATA[:-98],
+    "no end records": DATA[:-98],
     "directory twice": DATA + DATA[DIRECTORY:],
     "junk before": b"HTTP/1.1 200 OK\r\n\r\n" + DATA,
     "much junk before": bytes(range(256)) * 1000 + DATA,
@@ -39,75 +39,75 @@ EXACT = {
     "much junk after": DATA + bytes(200_000),
     "junk before and after": b"JUNK" * 25 + DATA + b"JUNK" * 25,
     "another archive after it": DATA + OTHER,
-    "begun twice": DATA[:5000] + DATA,
+    "start repeated": DATA[:5000] + DATA,
     "directory zeroed": DATA[:DIRECTORY] + bytes(len(DATA) - DIRECTORY),
     "first header zeroed": bytes(60) + DATA[60:],
-    "directory says it is elsewhere": DATA[:-6] + struct.pack("<L", DIRECTORY + 1000) + DATA[-2:],
+    "wrong directory offset": DATA[:-6] + struct.pack("<L", DIRECTORY + 1000) + DATA[-2:],
     "preallocated": DATA + bytes(10_000),
 }
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_restored_byte_for_byte(name: str, tmp_path: Path) -> None:
-    assert saved(EXACT[name], tmp_path) == DATA
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_archive_is_restored_byte_for_byte(name: str, tmp_path: Path) -> None:
+    assert rescued_bytes(DAMAGED[name], tmp_path) == DATA
 
 
-PACKED = {
+REPACKED = {
     "zipped again": rezipped(DATA),
     "compressed": rezipped(DATA, compression=zipfile.ZIP_DEFLATED),
-    "renamed": rezipped(DATA, folder="my model (1)/"),
-    "deeper": rezipped(DATA, folder="backup/old/model/"),
+    "other folder": rezipped(DATA, folder="my model (1)/"),
+    "nested folders": rezipped(DATA, folder="backup/old/model/"),
     "no folder": rezipped(DATA, folder=""),
-    "by a mac": rezipped(DATA, litter=True),
-    "by a mac, compressed": rezipped(DATA, compression=zipfile.ZIP_DEFLATED, litter=True),
+    "zipped on macOS": rezipped(DATA, mac_files=True),
+    "zipped on macOS, compressed": rezipped(DATA, compression=zipfile.ZIP_DEFLATED, mac_files=True),
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_again(name: str, tmp_path: Path) -> None:
-    out = saved(PACKED[name], tmp_path)
+@pytest.mark.parametrize("name", REPACKED)
+def test_repacked_archive_keeps_all_tensors(name: str, tmp_path: Path) -> None:
+    out = rescued_bytes(REPACKED[name], tmp_path)
     assert hashes(out) == hashes(DATA)
     assert inspect(out, verify=True).integrity == "whole"
 
 
 @pytest.mark.parametrize("name", ["compressed", "zipped again"])
-def test_packed_again_and_cut(name: str, tmp_path: Path) -> None:
-    """zipfile writes sizes into the headers, so that what is before the cut is found."""
-    data = PACKED[name]
-    out = hashes(saved(data[: len(data) // 2], tmp_path, code=1))
+def test_truncated_repacked_archive_keeps_some_tensors(name: str, tmp_path: Path) -> None:
+    """``zipfile`` writes sizes into the local headers, so records before the cut can be found."""
+    data = REPACKED[name]
+    out = hashes(rescued_bytes(data[: len(data) // 2], tmp_path, code=1))
     assert out
     assert out.items() <= hashes(DATA).items()
 
 
-def test_a_program_packed_again(tmp_path: Path) -> None:
-    out = saved(rezipped(SCRIPT, compression=zipfile.ZIP_DEFLATED), tmp_path)
+def test_repacked_torchscript_stays_torchscript(tmp_path: Path) -> None:
+    out = rescued_bytes(rezipped(SCRIPT, compression=zipfile.ZIP_DEFLATED), tmp_path)
     assert hashes(out) == hashes(SCRIPT)
     assert inspect(out).format == "torchscript"
 
 
-def test_without_its_version(tmp_path: Path) -> None:
+def test_missing_version_record_is_restored(tmp_path: Path) -> None:
     place = DATA.index(b"train_cuda0/version")
     no_version = DATA.replace(b"train_cuda0/version", b"train_cuda0/aersion")
     assert place
-    out = saved(no_version, tmp_path)
+    out = rescued_bytes(no_version, tmp_path)
     assert hashes(out) == hashes(DATA)
     assert "zip-no-version" not in {finding.code for finding in inspect(out).findings}
 
 
-def test_bits_of_several_records(tmp_path: Path) -> None:
+def test_one_flipped_bit_per_record_is_repaired(tmp_path: Path) -> None:
     checkpoint = inspect(DATA)
     places = [record.offset for record in checkpoint.records if record.offset and record.size]
     broken = DATA
     for number, place in enumerate(places):
         broken = flipped(broken, place, number % 8)
-    made = rescue(broken, tmp_path / "out.pt")
+    result = rescue(broken, tmp_path / "out.pt")
     assert (tmp_path / "out.pt").read_bytes() == DATA
-    assert sorted(mend.position for mend in made.mends) == sorted(places)
-    assert {mend.certainty for mend in made.mends} == {"proven"}
+    assert sorted(repair.position for repair in result.mends) == sorted(places)
+    assert {repair.certainty for repair in result.mends} == {"proven"}
 
 
-def test_a_bit_and_a_cut(tmp_path: Path) -> None:
-    """The index is repaired first: it tells how long the records are."""
+def test_flipped_bit_in_the_index_is_repaired_without_a_directory(tmp_path: Path) -> None:
+    """The index is repaired first, because it gives the lengths of the records."""
     index = next(record for record in inspect(DATA).records if record.name == "data.pkl")
     for position in range(index.offset or 0, (index.offset or 0) + index.size, 97):
         out = tmp_path / f"{position}.pt"
@@ -115,44 +115,44 @@ def test_a_bit_and_a_cut(tmp_path: Path) -> None:
         assert out.read_bytes() == DATA
 
 
-def test_a_page_of_zeros_costs_only_what_is_in_it(tmp_path: Path) -> None:
-    """More than one bit is not guessed: the tensor is lost, not repaired into something else."""
-    storage = max(inspect(DATA).storages, key=lambda each: each.nbytes)
+def test_zeroed_block_loses_only_the_tensors_in_it(tmp_path: Path) -> None:
+    """Damage of more than one bit is not guessed at: the tensor is lost, not wrongly repaired."""
+    storage = max(inspect(DATA).storages, key=lambda item: item.nbytes)
     start = (storage.offset or 0) + 100
     broken = DATA[:start] + bytes(512) + DATA[start + 512 :]
-    made = rescue(broken, tmp_path / "out.pt")
-    assert made.exit_code == 1
-    assert [each.name for each in made.lost] == list(storage.tensors)
+    result = rescue(broken, tmp_path / "out.pt")
+    assert result.exit_code == 1
+    assert [item.name for item in result.lost] == list(storage.tensors)
     kept = hashes((tmp_path / "out.pt").read_bytes())
     assert kept == {name: value for name, value in hashes(DATA).items() if name not in storage.tensors}
 
 
-def test_inserted_bytes(tmp_path: Path) -> None:
-    """Every record after them is elsewhere than the directory says."""
+def test_bytes_inserted_between_records_lose_nothing(tmp_path: Path) -> None:
+    """Every later record is not where the directory says."""
     storage = inspect(DATA).storages[10]
     header = DATA.rindex(b"PK\x03\x04", 0, storage.offset)
-    made = rescue(DATA[:header] + b"garbage" + DATA[header:], tmp_path / "out.pt")
-    assert made.exit_code == 0, str(made)
+    result = rescue(DATA[:header] + b"garbage" + DATA[header:], tmp_path / "out.pt")
+    assert result.exit_code == 0, str(result)
     assert hashes((tmp_path / "out.pt").read_bytes()) == hashes(DATA)
 
 
-def test_copied_as_text(tmp_path: Path) -> None:
-    assert hashes(saved(DATA.replace(b"\n", b"\r\n"), tmp_path)) == hashes(DATA)
+def test_crlf_line_endings_are_undone(tmp_path: Path) -> None:
+    assert hashes(rescued_bytes(DATA.replace(b"\n", b"\r\n"), tmp_path)) == hashes(DATA)
 
 
-def test_retagged_in_place(tmp_path: Path) -> None:
-    """A new index is at the end of the archive, the old one, unused, at its beginning."""
+def test_flipped_bit_in_a_file_retagged_in_place_is_repaired(tmp_path: Path) -> None:
+    """The new index is at the end of the archive, the old one, unused, at its start."""
     path = tmp_path / "model.pt"
     path.write_bytes(DATA)
     retag(path, "privateuseone:1")
-    whole = path.read_bytes()
-    assert len(whole) > len(DATA)
-    for number, position in enumerate(range(0, len(whole), 211)):
+    retagged = path.read_bytes()
+    assert len(retagged) > len(DATA)
+    for number, position in enumerate(range(0, len(retagged), 211)):
         if not _is_unused(position):
-            assert rescue(flipped(whole, position, number % 8), tmp_path / f"{number}.pt").exit_code == 0
-            assert (tmp_path / f"{number}.pt").read_bytes() == whole, position
+            assert rescue(flipped(retagged, position, number % 8), tmp_path / f"{number}.pt").exit_code == 0
+            assert (tmp_path / f"{number}.pt").read_bytes() == retagged, position
     out = tmp_path / "no directory.pt"
-    assert rescue(whole[: whole.rindex(b"PK\x01\x02") - 900], out).exit_code in (0, 1)
+    assert rescue(retagged[: retagged.rindex(b"PK\x01\x02") - 900], out).exit_code in (0, 1)
 
 
 def _is_unused(position: int) -> bool:
@@ -167,11 +167,11 @@ def _end_of_index() -> int:
 
 @pytest.mark.parametrize("size", [4, 30, 46, 100], ids=str)
 @pytest.mark.parametrize("data", [DATA, SCRIPT], ids=["archive", "script"])
-def test_an_overwritten_place_in_the_directory(data: bytes, size: int, tmp_path: Path) -> None:
-    """A record whose entry is gone was not replaced: the end record tells how many entries there were."""
+def test_overwritten_directory_entries_are_restored_or_reported(data: bytes, size: int, tmp_path: Path) -> None:
+    """A record without an entry was not replaced by a newer one: the end record gives the number of entries."""
     start = struct.unpack_from("<L", data, len(data) - 6)[0]
     for number, at in enumerate(range(start, len(data) - 98 - size, 61)):
         broken = data[:at] + bytes(range(1, size + 1)) + data[at + size :]
-        made = rescue(broken, tmp_path / f"{number}.pt")
-        assert made.exit_code or (tmp_path / f"{number}.pt").read_bytes() == data, at
-        assert made.exit_code < 2, at
+        result = rescue(broken, tmp_path / f"{number}.pt")
+        assert result.exit_code or (tmp_path / f"{number}.pt").read_bytes() == data, at
+        assert result.exit_code < 2, at

@@ -1,4 +1,4 @@
-"""Files made to keep us busy, to fill memory or disk, or to write elsewhere: bounded, and never a foreign error."""
+"""Files crafted to waste time, memory or disk, or to write elsewhere: work is bounded, errors are TransloadErrors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from tests import forge
 from tests.forge import FUZZ
 from tests.rescuing.makers import FILES, ROOT
-from tests.rescuing.test_streams import SAFE, table
+from tests.rescuing.test_streams import SAFETENSORS, safetensors_file
 
 from transload import inspect, rescue
 from transload.errors import TransloadError
@@ -34,7 +34,7 @@ MIB = 1 << 20
 
 @contextmanager
 def bounded(memory: int = 200 * MIB) -> Iterator[None]:
-    """Far more than it takes, far less than what the file asks for."""
+    """Limit the memory: far more than needed, far less than the file claims."""
     tracemalloc.start()
     try:
         yield
@@ -43,7 +43,7 @@ def bounded(memory: int = 200 * MIB) -> Iterator[None]:
         tracemalloc.stop()
 
 
-def tried(data: bytes, tmp_path: Path, **options: object) -> int:
+def exit_code_of(data: bytes, tmp_path: Path, **options: object) -> int:
     try:
         return rescue(data, tmp_path / "out.pt", overwrite=True, **options).exit_code  # type: ignore[arg-type]
     except TransloadError:
@@ -69,74 +69,74 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_damage(seed: int, tmp_path: Path) -> None:
-    """No foreign error; and what is called complete is a file with nothing wrong."""
-    rng = random.Random(seed)  # noqa: S311 - no secret
+def test_random_damage_raises_only_transload_errors(seed: int, tmp_path: Path) -> None:
+    """And a rescue reported as complete yields a file without damage."""
+    rng = random.Random(seed)  # noqa: S311 - not for cryptography
     files = [path.read_bytes() for path in FILES if path.stat().st_size < 20_000]
     for _ in range(50 * FUZZ):
-        data = mutated(rng.choice([*files, SAFE]), rng)
-        if tried(data, tmp_path, fill=rng.choice((None, "zeros", "nan"))) == 0:
+        data = mutated(rng.choice([*files, SAFETENSORS]), rng)
+        if exit_code_of(data, tmp_path, fill=rng.choice((None, "zeros", "nan"))) == 0:
             assert inspect(tmp_path / "out.pt", verify=True).integrity in ("whole", "unchecked", "repairable")
 
 
 def test_many_lost_ranges_are_filled_in_seconds() -> None:
-    """Each is looked for in one storage: comparing all with all took minutes."""
+    """Each range is compared with one storage; comparing all with all took minutes."""
     count = 20_000
-    source = BytesSource(table({f"w{number}": ("F32", [1], b"good") for number in range(count)}))
+    source = BytesSource(safetensors_file({f"w{number}": ("F32", [1], b"good") for number in range(count)}))
     data = source.size - 4 * count
     ranges = tuple(LostRange(at, at + 4, "damaged") for at in range(data, source.size, 8))
-    begun = time.monotonic()
+    start = time.monotonic()
     out = filled(Recovered(source, exact=False, lost_ranges=ranges), read_source(source), "zeros")
     assert out.read(data, 4 * count) == (bytes(4) + b"good") * (count // 2)
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - start < 30
 
 
-def test_a_decompression_bomb(tmp_path: Path) -> None:
+def test_decompression_bomb_is_refused_within_the_memory_limit(tmp_path: Path) -> None:
     bomb = gzip.compress(gzip.compress(bytes(64 * MIB), 1))
     with bounded():
-        assert tried(bomb, tmp_path) == 2
+        assert exit_code_of(bomb, tmp_path) == 2
 
 
-def test_endless_layers(tmp_path: Path) -> None:
+def test_six_layers_of_compression_are_refused(tmp_path: Path) -> None:
     data = STATE
     for _ in range(6):
         data = gzip.compress(data)
     with bounded():
-        assert tried(data, tmp_path) == 2
+        assert exit_code_of(data, tmp_path) == 2
 
 
-def test_a_compressed_record_that_inflates_to_much(tmp_path: Path) -> None:
+def test_large_compressed_record_is_rescued_within_the_memory_limit(tmp_path: Path) -> None:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         archive.writestr("a/data.pkl", forge.state_dict(1))
         archive.writestr("a/data/0", bytes(16))
         archive.writestr("a/code/x.py", bytes(100 * MIB))
     with bounded():
-        assert tried(out.getvalue(), tmp_path) == 0
+        assert exit_code_of(out.getvalue(), tmp_path) == 0
 
 
 @pytest.mark.parametrize("numel", [1 << 40, 1 << 58, -1])
-def test_a_storage_that_claims_everything(numel: int, tmp_path: Path) -> None:
-    """Cut off, so that nothing contradicts it."""
+def test_wrong_storage_size_in_a_truncated_file_is_bounded(numel: int, tmp_path: Path) -> None:
+    """The file is truncated, so that nothing contradicts the size."""
     index = forge.pickled(forge.ordered({"w": forge.tensor("0", (4,), numel=numel), "v": forge.tensor("1")}))
-    whole = forge.archive(
+    complete = forge.archive(
         [forge.Entry(b"a/data.pkl", index), forge.Entry(b"a/data/1", bytes(16)), forge.Entry(b"a/data/0", bytes(99))]
     )
-    cut = whole[: whole.index(bytes(99)) + 40]
+    cut = complete[: complete.index(bytes(99)) + 40]
     for fill in (None, "zeros"):
         with bounded():
-            assert tried(cut, tmp_path, fill=fill) in (1, 2)
+            assert exit_code_of(cut, tmp_path, fill=fill) in (1, 2)
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) < MIB
 
 
-def test_endless_headers(tmp_path: Path) -> None:
+def test_thousands_of_local_headers_are_refused(tmp_path: Path) -> None:
     header = struct.pack("<4s5H3L2H", b"PK\x03\x04", 0, 8, 0, 0, 0, 0, 0, 0, 1, 0) + b"x"
-    assert tried(header * 5000, tmp_path) == 2
-    assert tried(header.replace(b"\x08\0", b"\0\0", 1) * 5000, tmp_path) == 2
+    assert exit_code_of(header * 5000, tmp_path) == 2
+    assert exit_code_of(header.replace(b"\x08\0", b"\0\0", 1) * 5000, tmp_path) == 2
 
 
-def test_endless_damaged_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each could be repaired by a search of its own: after some, no more are tried."""
+def test_number_of_repaired_records_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each repair needs a search; after a limit, no more are tried."""
     searches: list[int] = []
 
     def search(syndrome: int, *_: int) -> list[tuple[int, int]]:
@@ -147,21 +147,21 @@ def test_endless_damaged_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(bitflips, "flipped_bits", search)
     entries = [forge.Entry(b"a/data.pkl", forge.state_dict(1)), forge.Entry(b"a/data/0", bytes(16))]
     entries += [forge.Entry(b"a/x%d" % number, b"12345678" * 4, raw=b"abcdefgh" * 4) for number in range(300)]
-    assert tried(forge.archive(entries), tmp_path) == 1
+    assert exit_code_of(forge.archive(entries), tmp_path) == 1
     assert len(searches) == 50
 
 
-def test_endless_damaged_compressed_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All bits of a record are tried, but not of all records."""
+def test_work_on_damaged_compressed_records_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bits of one record are tried, but not those of all records."""
     monkeypatch.setattr(bitflips, "_MAX_TRIED", 64 * MIB)
-    rng = random.Random(1)  # noqa: S311 - no secret
+    rng = random.Random(1)  # noqa: S311 - not for cryptography
     plain = [bytes(rng.choice(b"abcdefgh") for _ in range(20_000)) for _ in range(9)]
     entries = [forge.Entry(b"a/data.pkl", forge.state_dict(1)), forge.Entry(b"a/data/0", bytes(16))]
     entries += [
         forge.Entry(b"a/x%d" % number, other, method=8, raw=_deflated(data))
         for number, (data, other) in enumerate(pairwise(plain))
     ]
-    assert tried(forge.archive(entries), tmp_path) == 1
+    assert exit_code_of(forge.archive(entries), tmp_path) == 1
 
 
 def _deflated(data: bytes) -> bytes:
@@ -169,10 +169,10 @@ def _deflated(data: bytes) -> bytes:
     return pack.compress(data) + pack.flush()
 
 
-def test_endless_end_records(tmp_path: Path) -> None:
+def test_50000_end_records_stay_within_the_memory_limit(tmp_path: Path) -> None:
     end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 9, 9, 100, 0, 0)
     with bounded():
-        assert tried(STATE + end * 50_000, tmp_path) in (0, 1, 2)
+        assert exit_code_of(STATE + end * 50_000, tmp_path) in (0, 1, 2)
 
 
 @pytest.mark.parametrize("name", [b"../../evil", b"/etc/evil", b"a/../../evil", b"C:\\evil", b"a/\0evil"])
@@ -183,15 +183,18 @@ def test_record_names_never_become_paths(name: bytes, tmp_path: Path) -> None:
     data = forge.archive([*entries, forge.Entry(name, b"evil")])
     rescue(data, folder / "out.pt")
     rescue(data[:-30], folder / "out2.pt")
-    found = {path.name for path in tmp_path.rglob("*")}
-    assert found == {"deep", "deeper", "out.pt", "out.pt.rescue.json", "out2.pt", "out2.pt.rescue.json"}
+    names = {path.name for path in tmp_path.rglob("*")}
+    assert names == {"deep", "deeper", "out.pt", "out.pt.rescue.json", "out2.pt", "out2.pt.rescue.json"}
 
 
-def test_a_table_of_nonsense(tmp_path: Path) -> None:
+def test_malformed_safetensors_headers_are_refused(tmp_path: Path) -> None:
     for entry in ('{"dtype":"F32"}', "[]", '{"data_offsets":[0,99999999999999999999999]}', '{"data_offsets":["a",1]}'):
         raw = b'{"w":%s}' % entry.encode()
         with bounded():
-            for more in (b"", bytes(50)):
-                assert tried(struct.pack("<Q", len(raw)) + raw + more, tmp_path, fill="zeros") == 2, (entry, more)
+            for data in (b"", bytes(50)):
+                assert exit_code_of(struct.pack("<Q", len(raw)) + raw + data, tmp_path, fill="zeros") == 2, (
+                    entry,
+                    data,
+                )
     deep = b"[" * 100_000
-    assert tried(struct.pack("<Q", len(deep)) + deep, tmp_path) == 2
+    assert exit_code_of(struct.pack("<Q", len(deep)) + deep, tmp_path) == 2

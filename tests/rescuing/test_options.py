@@ -1,4 +1,4 @@
-"""What `rescue` is asked for, what it refuses to overwrite, and what it reports while it writes."""
+"""Arguments of ``rescue``, files it refuses to overwrite, and its progress reports."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from transload import UsageError, rescue
 STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()
 
 
-def test_the_report_overwrites_nothing(tmp_path: Path) -> None:
-    """Neither a foreign file nor the source, only the report of an earlier rescue."""
+def test_report_replaces_other_files_only_with_overwrite_and_never_the_source(tmp_path: Path) -> None:
+    """The report of an earlier rescue is replaced without ``overwrite``."""
     (tmp_path / "model.pt").write_bytes(STATE)
     report = tmp_path / "new.pt.rescue.json"
     report.write_text("mine", encoding="utf-8")
@@ -32,7 +32,7 @@ def test_the_report_overwrites_nothing(tmp_path: Path) -> None:
     assert source.read_bytes() == before
 
 
-def test_only_a_regular_file_is_overwritten(tmp_path: Path) -> None:
+def test_pipe_is_not_overwritten(tmp_path: Path) -> None:
     pipe = tmp_path / "new.pt"
     os.mkfifo(pipe)
     with pytest.raises(UsageError, match="not a regular file"):
@@ -40,26 +40,26 @@ def test_only_a_regular_file_is_overwritten(tmp_path: Path) -> None:
     assert pipe.is_fifo()
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
-    for dst, options, words in (
+def test_invalid_arguments_are_usage_errors(tmp_path: Path) -> None:
+    for dst, options, message in (
         (tmp_path / "new.pt", {"fill": "ones"}, "fill must be"),
         (None, {}, "no output file"),
         ("a\0b.pt", {}, "no file can have the name"),
         (tmp_path, {}, "this is a directory"),
     ):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=message):
             rescue(STATE, dst, **options)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_report_is_not_written_into_something_else(tmp_path: Path) -> None:
+def test_directory_at_the_path_of_the_report_is_refused(tmp_path: Path) -> None:
     (tmp_path / "new.pt.rescue.json").mkdir()
     with pytest.raises(UsageError, match="exists"):
         rescue(STATE, tmp_path / "new.pt")
     assert [path.name for path in tmp_path.iterdir()] == ["new.pt.rescue.json"]
 
 
-def test_directories_are_made(tmp_path: Path) -> None:
+def test_missing_directories_are_created_only_on_success(tmp_path: Path) -> None:
     assert rescue(STATE, tmp_path / "a" / "b" / "new.pt").exit_code == 0
     assert (tmp_path / "a" / "b" / "new.pt").read_bytes() == STATE
     with pytest.raises(UsageError, match="rescue does not change the format"):
@@ -67,13 +67,13 @@ def test_directories_are_made(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
-def test_progress(tmp_path: Path) -> None:
-    told: list[tuple[int, int]] = []
-    rescue(STATE, tmp_path / "new.pt", progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (len(STATE), len(STATE))
+def test_progress_ends_at_the_file_size(tmp_path: Path) -> None:
+    reported: list[tuple[int, int]] = []
+    rescue(STATE, tmp_path / "new.pt", progress=lambda done, total: reported.append((done, total)))
+    assert reported[-1] == (len(STATE), len(STATE))
 
 
-def test_no_file_of_an_unzipped_directory_is_overwritten(tmp_path: Path) -> None:
+def test_file_of_an_unzipped_source_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(STATE)
     with zipfile.ZipFile(tmp_path / "model.pt") as archive:
         archive.extractall(tmp_path / "unpacked")

@@ -1,4 +1,4 @@
-"""Checkpoints with the tags of devices that are not here, as torch writes them."""
+"""Checkpoints with the tags of devices this machine does not have, as torch writes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Tag = str | Callable[[Any], str]
 
 
 def fresh(text: str) -> str:
-    """The same text as another object: torch makes the tag of a CUDA storage anew each time."""
+    """An equal string that is another object: torch creates a new tag string for every CUDA storage."""
     return "".join(list(text))
 
 
@@ -36,14 +36,14 @@ def save(obj: object, path: Path, tag: Tag = "cuda:0", **options: Any) -> Path:
 def state(layers: int = 2) -> dict[str, torch.Tensor]:
     """A small state dict, with a tied weight."""
     torch.default_generator.manual_seed(0)
-    made = {
+    weights = {
         f"layers.{i}.{name}": torch.randn(shape) for i in range(layers) for name, shape in (("w", (3, 4)), ("b", 4))
     }
-    return {**made, "tied": made["layers.0.w"]}
+    return {**weights, "tied": weights["layers.0.w"]}
 
 
 def planned(path: Path, to: str) -> tuple[Changes, os.stat_result]:
-    """What a retag would change."""
+    """The changes a retag would make."""
     source = FileSource(path)
     try:
         return plan_of(source, TagMap(to))[1:]

@@ -1,7 +1,7 @@
-"""A disk whose power fails: every call is noted, and from the notes come all states it may be found in afterwards.
+"""Simulated power loss: calls are recorded, and from the record follow all states the disk may be in afterwards.
 
-What a disk promises: bytes are safe once their file is flushed, names once their folder is. Before that each write may
-have happened or not, in any order, or half; names change in order, up to any of them.
+The guarantees: bytes are durable once their file is flushed, names once their folder is. Before that, each write may
+be present, absent or torn, independently of the others; name changes happen in order, up to any of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transload.io.sources import journal_path
 
 
 class Disk:
-    """The file system as far as ``io.journal`` changes it. While it is entered, all of those calls come here."""
+    """The file system calls of ``io.journal``. While it is entered as a context, all of them go through this object."""
 
     def __enter__(self) -> Disk:  # noqa: PYI034 - Self is not in Python 3.10
         self._patch = pytest.MonkeyPatch()
@@ -66,7 +66,7 @@ class Disk:
 
 
 def journals(path: str | Path) -> tuple[Path, Path]:
-    """The journal of a file, and the one that undoes its last change."""
+    """The paths of the journal of a file and of the journal that undoes its last change."""
     return Path(journal_path(str(path))), Path(journal.undo_path(str(path)))
 
 
@@ -78,8 +78,8 @@ class Write(NamedTuple):
     data: bytes
 
 
-class Cut(NamedTuple):
-    """A file of another length."""
+class Truncate(NamedTuple):
+    """A file set to another length."""
 
     file: int
     size: int
@@ -92,22 +92,22 @@ class Sync(NamedTuple):
 
 
 class Name(NamedTuple):
-    """A name for a file, or for none."""
+    """A name assigned to a file, or removed."""
 
     name: str
     file: int | None
 
 
-class Folder(NamedTuple):
-    """Names flushed."""
+class SyncFolder(NamedTuple):
+    """The folder flushed."""
 
 
-Call = Write | Cut | Sync | Name | Folder
-World = dict[str, bytes]
+Call = Write | Truncate | Sync | Name | SyncFolder
+DiskState = dict[str, bytes]
 
 
-class Noting(Disk):
-    """A real disk, and notes of what was done to it."""
+class RecordingDisk(Disk):
+    """A real disk that records the calls that change it."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Call, ...]] = []
@@ -115,7 +115,7 @@ class Noting(Disk):
         self._open: dict[int, int] = {}
         self._count = 0
 
-    def known(self, path: str | Path) -> int:
+    def file_number(self, path: str | Path) -> int:
         """The number of the file behind a name."""
         path = os.path.realpath(path)
         if path not in self.names:
@@ -125,14 +125,14 @@ class Noting(Disk):
 
     def change(self, path: str, flags: int) -> int:
         descriptor = super().change(path, flags)
-        self._open[descriptor] = self.known(path)
+        self._open[descriptor] = self.file_number(path)
         return descriptor
 
     def create(self, path: str, flags: int, mode: int) -> int:
         assert not os.path.lexists(path)
         descriptor = super().create(path, flags, mode)
         self.names.pop(path, None)
-        self._open[descriptor] = self.known(path)
+        self._open[descriptor] = self.file_number(path)
         self.calls.append((Name(path, self.names[path]),))
         return descriptor
 
@@ -142,7 +142,7 @@ class Noting(Disk):
 
     def ftruncate(self, descriptor: int, size: int) -> None:
         super().ftruncate(descriptor, size)
-        self.calls.append((Cut(self._open[descriptor], size),))
+        self.calls.append((Truncate(self._open[descriptor], size),))
 
     def fsync(self, descriptor: int) -> None:
         super().fsync(descriptor)
@@ -150,7 +150,7 @@ class Noting(Disk):
 
     def sync_folder(self, folder: str) -> None:
         super().sync_folder(folder)
-        self.calls.append((Folder(),))
+        self.calls.append((SyncFolder(),))
 
     def replace(self, old: str, new: str) -> None:
         super().replace(old, new)
@@ -164,46 +164,48 @@ class Noting(Disk):
         self.names.pop(path, None)
 
 
-def worlds(before: World, names: dict[str, int], calls: list[tuple[Call, ...]]) -> Iterator[World]:
-    """Every state a disk may be in if the power fails after these calls; the last of them is when all has happened."""
+def possible_states(before: DiskState, names: dict[str, int], calls: list[tuple[Call, ...]]) -> Iterator[DiskState]:
+    """Every state a disk may be in if the power fails after these calls; in the last one, all names are changed."""
     files = {names[name]: data for name, data in before.items()}
-    pending: dict[int, list[Write | Cut]] = {}
-    safe = {name: names[name] for name in before}
-    later: list[tuple[Call, ...]] = []
+    pending: dict[int, list[Write | Truncate]] = {}
+    synced_names = {name: names[name] for name in before}
+    pending_names: list[tuple[Call, ...]] = []
     for group in calls:
         call = group[0]
-        if isinstance(call, Write | Cut):
+        if isinstance(call, Write | Truncate):
             pending.setdefault(call.file, []).append(call)
         elif isinstance(call, Sync):
-            files[call.file] = changed(files.get(call.file, b""), pending.pop(call.file, []))
+            files[call.file] = content_after(files.get(call.file, b""), pending.pop(call.file, []))
         elif isinstance(call, Name):
-            later.append(group)
+            pending_names.append(group)
         else:
-            safe = renamed(safe, later)
-            later = []
-    choices = [list(subsets(waiting)) for waiting in pending.values()]
-    for count in range(len(later) + 1):
+            synced_names = names_after(synced_names, pending_names)
+            pending_names = []
+    choices = [list(subsets(writes)) for writes in pending.values()]
+    for count in range(len(pending_names) + 1):
         for chosen in product(*choices):
             content = dict(files)
             for file, done in zip(pending, chosen, strict=True):
-                content[file] = changed(content.get(file, b""), done)
-            yield {name: content.get(file, b"") for name, file in renamed(safe, later[:count]).items()}
+                content[file] = content_after(content.get(file, b""), done)
+            yield {
+                name: content.get(file, b"") for name, file in names_after(synced_names, pending_names[:count]).items()
+            }
 
 
-def subsets(waiting: list[Write | Cut]) -> Iterator[list[Write | Cut]]:
-    """Each of them done or not done; or all up to one of which only half is."""
-    for chosen in product((False, True), repeat=len(waiting)):
-        yield [call for call, done in zip(waiting, chosen, strict=True) if done]
-    for place, call in enumerate(waiting):
+def subsets(calls: list[Write | Truncate]) -> Iterator[list[Write | Truncate]]:
+    """Every subset of the calls; and every prefix whose last write is torn."""
+    for chosen in product((False, True), repeat=len(calls)):
+        yield [call for call, done in zip(calls, chosen, strict=True) if done]
+    for position, call in enumerate(calls):
         if isinstance(call, Write) and len(call.data) > 1:
-            yield [*waiting[:place], call._replace(data=call.data[: len(call.data) // 2])]
+            yield [*calls[:position], call._replace(data=call.data[: len(call.data) // 2])]
 
 
-def changed(data: bytes, calls: list[Write | Cut]) -> bytes:
-    """A file after some calls."""
+def content_after(data: bytes, calls: list[Write | Truncate]) -> bytes:
+    """The content of a file after some calls."""
     out = bytearray(data)
     for call in calls:
-        if isinstance(call, Cut):
+        if isinstance(call, Truncate):
             del out[call.size :]
             out.extend(bytes(call.size - len(out)))
         else:
@@ -212,7 +214,7 @@ def changed(data: bytes, calls: list[Write | Cut]) -> bytes:
     return bytes(out)
 
 
-def renamed(names: dict[str, int], calls: list[tuple[Call, ...]]) -> dict[str, int]:
+def names_after(names: dict[str, int], calls: list[tuple[Call, ...]]) -> dict[str, int]:
     """The names after some calls."""
     out = dict(names)
     for group in calls:

@@ -1,7 +1,7 @@
-"""A retag that is interrupted at any point: the file is the old one or the new one, byte for byte, after the next look.
+"""A retag interrupted at any point: after recovery the file is the old or the new one, byte for byte.
 
-Three kinds of end: the power fails (what was not flushed may be lost, in any order), the process is killed, a call
-fails. Each at every call that changes anything.
+Three kinds of interruption: power loss (data not flushed may be lost, in any order), a killed process, a failing call.
+Each is tested at every call that changes anything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from tests.retagging.makers import planned, save, state
-from tests.retagging.power import Disk, Noting, World, journals, worlds
+from tests.retagging.power import Disk, DiskState, RecordingDisk, journals, possible_states
 
 import transload
 from transload.errors import CannotWriteError
@@ -26,19 +26,19 @@ from transload.io.journal import apply, recover, undo_changes
 from transload.io.sources import has_journal
 from transload.retagging import retag, undo
 
-# How the file is saved, and where it goes: in as many bytes, behind its records, over what was appended, in a stream.
+# Saved tag, new tag and options of torch.save: changed in place, appended to the archive, or in a legacy stream.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "patch": ("cuda:0", "cpu", {}),
     "append": ("cpu", "cuda:0", {}),
     "legacy": ("cuda:0", "cpu", {"_use_new_zipfile_serialization": False}),
 }
 every_case = pytest.mark.parametrize("case", [*CASES, "shrink"])
-every_end = pytest.mark.parametrize("keep", [False, True], ids=["forget", "keep"])
+with_and_without_undo = pytest.mark.parametrize("keep", [False, True], ids=["without undo", "with undo"])
 
 
-def made(case: str, folder: Path) -> tuple[Path, str]:
-    """A file, and the device to retag it to."""
-    if case == "shrink":  # an appended index, which gets shorter by a byte, for which there is no form
+def prepare(case: str, folder: Path) -> tuple[Path, str]:
+    """Save a file; return its path and the device to retag it to."""
+    if case == "shrink":  # an appended index that gets one byte shorter, which cannot be done in place
         shared = "cuda:10"
         path = save({key: torch.ones(300) for key in "ab"}, folder / "model.pt", lambda _: shared)
         assert retag(path, "cuda:100").method == "append"
@@ -47,21 +47,21 @@ def made(case: str, folder: Path) -> tuple[Path, str]:
     return save(state(1), folder / "model.pt", tag, **options), to
 
 
-def content(folder: Path) -> World:
+def content(folder: Path) -> DiskState:
     return {str(path): path.read_bytes() for path in folder.iterdir()}
 
 
-def lay_out(world: World, folder: Path) -> None:
-    """The files as they are found; those that are there already are the same files, with other bytes."""
+def write_state(disk_state: DiskState, folder: Path) -> None:
+    """Bring a folder into this state; existing files keep their inodes."""
     for path in folder.iterdir():
-        if str(path) not in world:
+        if str(path) not in disk_state:
             path.unlink()
-    for name, data in world.items():
+    for name, data in disk_state.items():
         Path(name).write_bytes(data)
 
 
-def both(path: Path, to: str) -> tuple[bytes, bytes]:
-    """The file before and after."""
+def before_and_after(path: Path, to: str) -> tuple[bytes, bytes]:
+    """The bytes of the file before and after a retag; the file itself is unchanged afterwards."""
     old = path.read_bytes()
     changes, seen = planned(path, to)
     apply(str(path), changes, seen)
@@ -71,61 +71,61 @@ def both(path: Path, to: str) -> tuple[bytes, bytes]:
     return old, new
 
 
-def test_the_cases_are_what_they_are_called(tmp_path: Path) -> None:
-    def grown(case: str) -> tuple[str, int]:
-        made_of = retag(*made(case, tmp_path))
-        return made_of.method, made_of.grown
+def test_cases_use_the_expected_methods(tmp_path: Path) -> None:
+    def method_and_growth(case: str) -> tuple[str, int]:
+        result = retag(*prepare(case, tmp_path))
+        return result.method, result.grown
 
-    assert grown("patch") == grown("legacy") == ("patch", 0)
-    assert grown("append")[0] == grown("shrink")[0] == "append"
-    assert grown("append")[1] > 0 > grown("shrink")[1]
+    assert method_and_growth("patch") == method_and_growth("legacy") == ("patch", 0)
+    assert method_and_growth("append")[0] == method_and_growth("shrink")[0] == "append"
+    assert method_and_growth("append")[1] > 0 > method_and_growth("shrink")[1]
 
 
 @every_case
-@every_end
-def test_the_power_fails_at_any_call(case: str, keep: bool, tmp_path: Path) -> None:
-    path, to = made(case, tmp_path)
-    old, new = both(path, to)
-    before, disk = content(tmp_path), Noting()
-    names = {name: disk.known(name) for name in before}
+@with_and_without_undo
+def test_power_loss_at_any_call_leaves_the_old_or_the_new_file(case: str, keep: bool, tmp_path: Path) -> None:
+    path, to = prepare(case, tmp_path)
+    old, new = before_and_after(path, to)
+    before, disk = content(tmp_path), RecordingDisk()
+    names = {name: disk.file_number(name) for name in before}
     changes, seen = planned(path, to)
     with disk:
         apply(str(path), changes, seen, keep=keep)
-    points, ends = 0, set()
+    points, outcomes = 0, set()
     for count in range(len(disk.calls) + 1):
-        for world in worlds(before, names, disk.calls[:count]):
-            lay_out(world, tmp_path)
+        for disk_state in possible_states(before, names, disk.calls[:count]):
+            write_state(disk_state, tmp_path)
             outcome = recover(path)
             assert path.read_bytes() in (old, new), f"after call {count}: {outcome}"
             assert not has_journal(path)
             assert outcome == {True: "finished", False: "restored"}[path.read_bytes() == new] or not outcome
             points += 1
-            ends.add((outcome, path.read_bytes() == new))
-    assert ends >= {("", False), ("restored", False), ("finished", True), ("", True)}
+            outcomes.add((outcome, path.read_bytes() == new))
+    assert outcomes >= {("", False), ("restored", False), ("finished", True), ("", True)}
     sys.stdout.write(f"{case}: {len(disk.calls)} calls, {points} states after a loss of power\n")
     assert points > 2 * len(disk.calls)
 
 
 @every_case
-def test_the_power_fails_again_while_the_file_is_put_right(case: str, tmp_path: Path) -> None:
-    path, to = made(case, tmp_path)
-    old, new = both(path, to)
-    first, disk = content(tmp_path), Noting()
-    names = {name: disk.known(name) for name in first}
+def test_power_loss_during_recovery_leaves_the_old_or_the_new_file(case: str, tmp_path: Path) -> None:
+    path, to = prepare(case, tmp_path)
+    old, new = before_and_after(path, to)
+    first, disk = content(tmp_path), RecordingDisk()
+    names = {name: disk.file_number(name) for name in first}
     changes, seen = planned(path, to)
     with disk:
         apply(str(path), changes, seen)
     points = 0
     for count in range(len(disk.calls) + 1):
-        *_, crashed = worlds(first, names, disk.calls[:count])
-        lay_out(crashed, tmp_path)
-        before, again = content(tmp_path), Noting()
-        numbers = {name: again.known(name) for name in before}
-        with again:
+        *_, crashed = possible_states(first, names, disk.calls[:count])
+        write_state(crashed, tmp_path)
+        before, second_disk = content(tmp_path), RecordingDisk()
+        second_names = {name: second_disk.file_number(name) for name in before}
+        with second_disk:
             recover(path)
-        for upto in range(len(again.calls) + 1):
-            for world in worlds(before, numbers, again.calls[:upto]):
-                lay_out(world, tmp_path)
+        for second_count in range(len(second_disk.calls) + 1):
+            for disk_state in possible_states(before, second_names, second_disk.calls[:second_count]):
+                write_state(disk_state, tmp_path)
                 recover(path)
                 assert path.read_bytes() in (old, new)
                 assert not has_journal(path)
@@ -135,17 +135,17 @@ def test_the_power_fails_again_while_the_file_is_put_right(case: str, tmp_path: 
 
 
 class Stopped(BaseException):
-    """The process is gone: nothing of it runs any more."""
+    """Stands for the end of the process."""
 
 
-class Stopping(Disk):
-    """Stops before a call, or in the middle of a write; and all calls afterwards fail as well, as those of the dead."""
+class StoppingDisk(Disk):
+    """Stops before a call, or in the middle of a write; unless ``once`` is set, all later calls stop as well."""
 
     def __init__(self, calls: int, end: Callable[[], None], *, torn: bool = False, once: bool = False) -> None:
         self.left, self.end, self.torn, self.once = calls, end, torn, once
 
     def _next(self) -> bool:
-        """Whether this call is the last."""
+        """Count a call; return whether it must stop."""
         self.left -= 1
         return self.left == -1 if self.once else self.left < 0
 
@@ -190,8 +190,8 @@ def stop() -> None:
 
 
 def calls_of(path: Path, to: str, *, keep: bool) -> int:
-    """How many calls a retag takes."""
-    old, disk = path.read_bytes(), Stopping(10_000, stop)
+    """The number of calls a retag makes."""
+    old, disk = path.read_bytes(), StoppingDisk(10_000, stop)
     changes, seen = planned(path, to)
     with disk:
         apply(str(path), changes, seen, keep=keep)
@@ -201,21 +201,23 @@ def calls_of(path: Path, to: str, *, keep: bool) -> int:
 
 
 @every_case
-@every_end
+@with_and_without_undo
 @pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
-def test_the_process_ends_at_any_call(case: str, keep: bool, torn: bool, tmp_path: Path) -> None:
-    path, to = made(case, tmp_path)
-    old, new = both(path, to)
+def test_process_stopped_at_any_call_leaves_the_old_or_the_new_file(
+    case: str, keep: bool, torn: bool, tmp_path: Path
+) -> None:
+    path, to = prepare(case, tmp_path)
+    old, new = before_and_after(path, to)
     count = calls_of(path, to, keep=keep)
     for point in range(count):
         path.write_bytes(old)
         changes, seen = planned(path, to)
-        with pytest.raises(Stopped), Stopping(point, stop, torn=torn):
+        with pytest.raises(Stopped), StoppingDisk(point, stop, torn=torn):
             apply(str(path), changes, seen, keep=keep)
         recover(path)
         assert path.read_bytes() in (old, new), f"at call {point} of {count}"
         assert not has_journal(path)
-        retag(path, to)  # and it can be done again, over whatever is left
+        retag(path, to)  # it can be repeated, whatever was left behind
         assert path.read_bytes() == new
         leftovers = {name.name for name in tmp_path.iterdir()} - {path.name}
         assert leftovers <= {journals(path)[1].name}
@@ -226,23 +228,25 @@ def test_the_process_ends_at_any_call(case: str, keep: bool, torn: bool, tmp_pat
 
 
 @every_case
-@every_end
+@with_and_without_undo
 @pytest.mark.parametrize("torn", [False, True], ids=["between", "torn"])
 @pytest.mark.parametrize("code", ["ENOSPC", "EIO"])
-def test_a_call_fails(case: str, keep: bool, torn: bool, code: str, tmp_path: Path) -> None:
-    """On a full or failing disk the file is restored immediately, and nothing is left beside it."""
+def test_failing_call_restores_the_file_or_reports_it_changed(
+    case: str, keep: bool, torn: bool, code: str, tmp_path: Path
+) -> None:
+    """The file is restored at once and no other file is left, unless the error says that the file is changed."""
     number = getattr(errno, code)
 
     def fail() -> None:
         raise OSError(number, os.strerror(number))
 
-    path, to = made(case, tmp_path)
-    old, new = both(path, to)
+    path, to = prepare(case, tmp_path)
+    old, new = before_and_after(path, to)
     count = calls_of(path, to, keep=keep)
     for point in range(count):
         path.write_bytes(old)
         changes, seen = planned(path, to)
-        with pytest.raises(CannotWriteError) as caught, Stopping(point, fail, torn=torn, once=True):
+        with pytest.raises(CannotWriteError) as caught, StoppingDisk(point, fail, torn=torn, once=True):
             apply(str(path), changes, seen, keep=keep)
         assert caught.value.errno == number
         assert ("the disk is full" if code == "ENOSPC" else os.strerror(number)) in caught.value.what
@@ -256,10 +260,10 @@ def test_a_call_fails(case: str, keep: bool, torn: bool, code: str, tmp_path: Pa
         journals(path)[1].unlink(missing_ok=True)
 
 
-def test_not_even_going_back_works(tmp_path: Path) -> None:
-    """All calls fail from one on: the journal stays, and the next command puts the file back."""
-    path, to = made("append", tmp_path)
-    old, new = both(path, to)
+def test_file_is_recovered_later_if_restoring_fails_too(tmp_path: Path) -> None:
+    """From some call on, all fail: the journal stays, and ``recover`` restores or completes the file."""
+    path, to = prepare("append", tmp_path)
+    old, new = before_and_after(path, to)
 
     def fail() -> None:
         raise OSError(errno.EIO, "broken")
@@ -268,13 +272,13 @@ def test_not_even_going_back_works(tmp_path: Path) -> None:
     for point in range(calls_of(path, to, keep=False)):
         path.write_bytes(old)
         changes, seen = planned(path, to)
-        with pytest.raises(CannotWriteError) as caught, Stopping(point, fail, torn=True):
+        with pytest.raises(CannotWriteError) as caught, StoppingDisk(point, fail, torn=True):
             apply(str(path), changes, seen)
         outcomes.add(caught.value.what.partition("; ")[2])
         recover(path)
         assert path.read_bytes() in (old, new)
         Path(f"{journals(path)[0]}-new").unlink(missing_ok=True)
-    assert len(outcomes) == 3  # nothing changed; left half changed; changed, with its journal
+    assert len(outcomes) == 3  # unchanged; partly changed; changed, with the journal left
 
 
 KILLED = """
@@ -299,44 +303,44 @@ retag(sys.argv[1], sys.argv[2])
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize("case", ["patch", "append"])
-def test_a_process_is_killed(case: str, tmp_path: Path) -> None:
-    path, to = made(case, tmp_path)
-    old, new = both(path, to)
+def test_killed_process_leaves_the_old_or_the_new_file(case: str, tmp_path: Path) -> None:
+    path, to = prepare(case, tmp_path)
+    old, new = before_and_after(path, to)
     source = str(Path(transload.__file__).parent.parent)
-    ends = set()
+    outcomes = set()
     for point in (0, 3, 5, 6, 7, 9, 10, 11, 99):
         path.write_bytes(old)
         command = [sys.executable, "-S", "-c", KILLED, str(path), to, str(point)]
-        done = subprocess.run(command, env={"PYTHONPATH": source}, timeout=300, check=False, capture_output=True)
-        assert done.returncode in (0, -signal.SIGKILL), done.stderr
-        ends.add((recover(path), path.read_bytes() == new))
+        process = subprocess.run(command, env={"PYTHONPATH": source}, timeout=300, check=False, capture_output=True)
+        assert process.returncode in (0, -signal.SIGKILL), process.stderr
+        outcomes.add((recover(path), path.read_bytes() == new))
         assert path.read_bytes() in (old, new)
         assert not has_journal(path)
-    assert ends >= {("", False), ("restored", False), ("", True)}
+    assert outcomes >= {("", False), ("restored", False), ("", True)}
 
 
 @every_case
-def test_undo_is_as_safe(case: str, tmp_path: Path) -> None:
-    """Undoing is a change like any other; if it is interrupted it can be done again."""
-    path, to = made(case, tmp_path)
+def test_interrupted_undo_can_be_repeated(case: str, tmp_path: Path) -> None:
+    """An undo is a change like any other."""
+    path, to = prepare(case, tmp_path)
     old = path.read_bytes()
     retag(path, to, keep_undo=True)
-    new, kept = path.read_bytes(), journals(path)[1]
-    saved = kept.read_bytes()
+    new, undo_journal = path.read_bytes(), journals(path)[1]
+    undo_bytes = undo_journal.read_bytes()
     for point in range(40):
         changes, seen = undo_changes(str(path))
         try:
-            with Stopping(point, stop, torn=True):
+            with StoppingDisk(point, stop, torn=True):
                 apply(str(path), changes, seen)
         except Stopped:
             recover(path)
             assert path.read_bytes() in (old, new)
-            if kept.exists():
+            if undo_journal.exists():
                 undo(path)
             assert path.read_bytes() == old
         else:
             break
         path.write_bytes(new)
-        kept.write_bytes(saved)
+        undo_journal.write_bytes(undo_bytes)
     assert path.read_bytes() == old
     assert 9 < point < 39

@@ -24,15 +24,15 @@ from transload.retagging import retag, undo
 PROTOCOLS = range(6)
 
 
-def value() -> dict[str, Any]:
+def checkpoint() -> dict[str, Any]:
     model = torch.nn.Linear(3, 4)
     return {"model": model.state_dict(), "note": "cuda:0", "large": torch.arange(30_000.0), "none": torch.zeros(0)}
 
 
-def dumped(held: object, path: Path, protocol: int, tag: str = "cuda:0") -> Path:
+def dump(obj: object, path: Path, protocol: int, tag: str = "cuda:0") -> Path:
     with tagged(tag), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        path.write_bytes(pickle.dumps(held, protocol))
+        path.write_bytes(pickle.dumps(obj, protocol))
     return path
 
 
@@ -41,30 +41,30 @@ def tags(path: Path) -> set[str]:
 
 
 @each("protocol", PROTOCOLS[1:])
-def test_in_place_and_back(protocol: int, tmp_path: Path) -> None:
-    held = value()
-    path = dumped(held, tmp_path / "a.pkl", protocol)
+def test_plain_pickle_is_patched_in_place_and_undone(protocol: int, tmp_path: Path) -> None:
+    obj = checkpoint()
+    path = dump(obj, tmp_path / "a.pkl", protocol)
     before = path.read_bytes()
-    done = retag(path, "cpu", keep_undo=True)
-    assert (done.method, done.grown, done.format) == ("patch", 0, "pickle")
-    assert [(tag.old, tag.new, tag.storages) for tag in done.tags] == [("cuda:0", "cpu", 4)]
+    result = retag(path, "cpu", keep_undo=True)
+    assert (result.method, result.grown, result.format) == ("patch", 0, "pickle")
+    assert [(tag.old, tag.new, tag.storages) for tag in result.tags] == [("cuda:0", "cpu", 4)]
     assert tags(path) == {"cpu"}
     with path.open("rb") as file:
-        same(pickle.load(file), pickle.loads(pickle.dumps(held)))
+        same(pickle.load(file), pickle.loads(pickle.dumps(obj)))
     assert undo(path).done
     assert path.read_bytes() == before
 
 
-def test_a_longer_tag_needs_a_copy(tmp_path: Path) -> None:
+def test_longer_tag_in_a_plain_pickle_needs_a_copy(tmp_path: Path) -> None:
     def check(protocol: int) -> None:
-        held = value()
-        path = dumped(held, tmp_path / f"{protocol}.pkl", protocol, "cpu")
+        obj = checkpoint()
+        path = dump(obj, tmp_path / f"{protocol}.pkl", protocol, "cpu")
         before = path.read_bytes()
         with pytest.raises(RetagError, match="plain pickle cannot grow"):
             retag(path, "cuda:12")
         copy = tmp_path / f"{protocol}.copy"
-        done = retag(path, "cuda:12", out=copy)
-        assert (done.method, done.grown > 0) == ("rewrite", True)
+        result = retag(path, "cuda:12", out=copy)
+        assert (result.method, result.grown > 0) == ("rewrite", True)
         assert path.read_bytes() == before
         assert tags(copy) == {"cuda:12"}
         assert retag(copy, "cpu", out=f"{copy}.2").changed
@@ -75,36 +75,36 @@ def test_a_longer_tag_needs_a_copy(tmp_path: Path) -> None:
     for_each(PROTOCOLS, check)
 
 
-def test_single_tags(tmp_path: Path) -> None:
-    path = dumped({"a": torch.ones(3)}, tmp_path / "a.pkl", 4, "cuda:1")
+def test_tag_map_changes_only_the_named_tag(tmp_path: Path) -> None:
+    path = dump({"a": torch.ones(3)}, tmp_path / "a.pkl", 4, "cuda:1")
     assert retag(path, {"cuda:0": "cpu"}).method == "none"
     assert retag(path, {"cuda:1": "cuda:0"}).method == "patch"
     assert tags(path) == {"cuda:0"}
 
 
-def test_arrays_of_joblib_stay(tmp_path: Path) -> None:
+def test_arrays_in_a_joblib_file_are_unchanged(tmp_path: Path) -> None:
     joblib = pytest.importorskip("joblib")
-    held = {"w": torch.ones(3), "a": np.arange(5.0), "v": torch.zeros(2)}
+    obj = {"w": torch.ones(3), "a": np.arange(5.0), "v": torch.zeros(2)}
     path = tmp_path / "a.joblib"
     with tagged("cuda:0"):
-        joblib.dump(held, path)
+        joblib.dump(obj, path)
     assert retag(path, "cpu").method == "patch"
-    assert joblib.load(path)["a"].tolist() == held["a"].tolist()
+    assert joblib.load(path)["a"].tolist() == obj["a"].tolist()
     assert retag(path, "privateuseone:10", out=tmp_path / "copy").grown > 0
     assert tags(tmp_path / "copy") == {"privateuseone:10"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         same(joblib.load(path), transload.load(tmp_path / "copy"))
     packed = io.BytesIO()
-    joblib.dump(held, packed, compress=3)
+    joblib.dump(obj, packed, compress=3)
     path.write_bytes(packed.getvalue())
     with pytest.raises(RetagError, match="zlib"):
         retag(path, "cpu")
 
 
-def test_bytes_that_only_look_like_a_storage_stop_it(tmp_path: Path) -> None:
+def test_bytes_that_look_like_a_storage_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.pkl"
-    body = plain(stream())[2:-1]  # without its protocol and its end
+    body = plain(stream())[2:-1]  # without PROTO and STOP
     path.write_bytes(pickled(b"(" + body + as_bytes(stream()) + text("x") + b"t", 3))
     before = path.read_bytes()
     with pytest.raises(RetagError, match="not named as torch names them"):

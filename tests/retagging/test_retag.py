@@ -1,4 +1,4 @@
-"""Retagged files: what torch makes of them, what they hold, and what is not touched."""
+"""Retagged files: what torch loads from them, what they contain, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ MODES: tuple[dict[str, Any], ...] = (
 each_file = each("path", FILES, ids=lambda path: str(path.relative_to(DATA)))
 
 
-def loaded(path: Path, **options: Any) -> Any:
-    """What torch makes of a file; why not where it does not."""
+def load_or_error(path: Path, **options: Any) -> Any:
+    """What torch loads from a file, or the error it raises."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # some are told once only, which would make the second load another one
+            warnings.simplefilter("ignore")  # torch issues some only once, so two loads would differ
             return torch.load(str(path), **options)
     except Exception as error:  # noqa: BLE001 - whatever torch raises is compared
-        getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()  # or the next load fails on them
+        getattr(torch._utils, "_sparse_tensors_to_validate", []).clear()  # otherwise the next load would fail on them
         return type(error).__name__, str(error).replace(str(path), "FILE")
 
 
@@ -60,8 +60,8 @@ def tags(path: Path) -> set[str]:
     return {storage.device for storage in inspect(path).storages}
 
 
-def but_tags(checkpoint: Checkpoint) -> list[object]:
-    """All that must be as before."""
+def without_tags(checkpoint: Checkpoint) -> list[object]:
+    """Everything that must stay the same."""
     return [
         checkpoint.leaves,
         [tensor._replace(device="", file_offset=None) for tensor in checkpoint.tensors if not tensor.parts],
@@ -73,8 +73,8 @@ def but_tags(checkpoint: Checkpoint) -> list[object]:
     ]
 
 
-def is_sound(path: Path) -> None:
-    """zipfile finds no fault, and tensors are aligned for mmap."""
+def assert_intact(path: Path) -> None:
+    """Check all checksums of an archive, with zipfile and with transload."""
     if inspect(path).format == "torch-zip":
         with zipfile.ZipFile(path) as archive:
             assert archive.testzip() is None
@@ -83,85 +83,87 @@ def is_sound(path: Path) -> None:
 
 @each_file
 @pytest.mark.parametrize("to", ["cpu", "cuda:11"])
-def test_every_file_of_every_release(path: Path, to: str, tmp_path: Path) -> None:
+def test_only_tags_change_in_every_fixture_and_undo_restores_it(path: Path, to: str, tmp_path: Path) -> None:
     before = inspect(path)
-    copy, made = tmp_path / path.name, tmp_path / "made.pt"
+    copy, output = tmp_path / path.name, tmp_path / "made.pt"
     shutil.copyfile(path, copy)
-    in_copy = retag(copy, to, out=made)
+    result = retag(copy, to, out=output)
     assert copy.read_bytes() == path.read_bytes()
-    assert tags(made) == ({to} if before.storages else set())
-    assert but_tags(inspect(made)) == but_tags(before)
-    is_sound(made)
-    if in_copy.method != "rewrite":  # and in place the same bytes
-        assert retag(copy, to, keep_undo=True).method == in_copy.method
-        assert copy.read_bytes() == made.read_bytes()
-        if in_copy.changed:
+    assert tags(output) == ({to} if before.storages else set())
+    assert without_tags(inspect(output)) == without_tags(before)
+    assert_intact(output)
+    if result.method != "rewrite":  # in place, the result has the same bytes
+        assert retag(copy, to, keep_undo=True).method == result.method
+        assert copy.read_bytes() == output.read_bytes()
+        if result.changed:
             undo(copy)
     assert copy.read_bytes() == path.read_bytes()
-    assert sorted(name.name for name in tmp_path.iterdir()) == sorted([copy.name, made.name])
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([copy.name, output.name])
 
 
 @each_file
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_torch_loads_it_without_a_map_location(path: Path, mode: dict[str, Any], tmp_path: Path) -> None:
+def test_torch_loads_retagged_fixtures_without_map_location(path: Path, mode: dict[str, Any], tmp_path: Path) -> None:
     copy = tmp_path / path.name
     shutil.copyfile(path, copy)
     retag(copy, "cpu")
-    expected, found = loaded(path, map_location="cpu", **mode), loaded(copy, **mode)
+    expected, actual = load_or_error(path, map_location="cpu", **mode), load_or_error(copy, **mode)
     if isinstance(expected, torch.nn.Module):
-        expected, found = expected.state_dict(), found.state_dict()
+        expected, actual = expected.state_dict(), actual.state_dict()
     if isinstance(expected, dict) and "custom" in path.name:
         expected = {key: value for key, value in expected.items() if isinstance(value, torch.Tensor)}
-    assert plain(expected) == plain(found)
+    assert comparable(expected) == comparable(actual)
 
 
-def plain(value: Any) -> Any:
-    """Values that can be compared."""
+def comparable(value: Any) -> Any:
+    """A value that can be compared with ``==``."""
     if isinstance(value, torch.Tensor):
         dense = (
             value.dequantize() if value.is_quantized else value.to_dense() if value.layout != torch.strided else value
         )
         if getattr(dense, "is_nested", False):
-            return [plain(part) for part in dense.unbind()]
+            return [comparable(part) for part in dense.unbind()]
         return str(value.dtype), str(value.device), tuple(value.shape), repr(dense.tolist())
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: comparable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [comparable(inner) for inner in value]
     return type(value).__name__, repr(value) if isinstance(value, str | int | float | bool | None) else ""
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @each("tag", ["cuda:0", "xpu:100"])
-@each("shared", [False, True], ids=["each its own", "one for all"])
-@each("user", [False, True], ids=["alone", "shared with the user"])
-def test_a_users_text_stays(*, tag: str, mode: dict[str, Any], shared: bool, user: bool, tmp_path: Path) -> None:
-    one = fresh(tag)
-    obj = {"before": one if user else fresh(tag), "state": state(), "after": [one, fresh(tag)], tag: tag}
-    path = save(obj, tmp_path / "model.pt", (lambda _: one) if shared else tag)
+@each("shared", [False, True], ids=["separate tags", "one shared tag"])
+@each("user", [False, True], ids=["separate string", "string shared with tags"])
+def test_user_strings_equal_to_a_tag_are_unchanged(
+    *, tag: str, mode: dict[str, Any], shared: bool, user: bool, tmp_path: Path
+) -> None:
+    shared_tag = fresh(tag)
+    obj = {"before": shared_tag if user else fresh(tag), "state": state(), "after": [shared_tag, fresh(tag)], tag: tag}
+    path = save(obj, tmp_path / "model.pt", (lambda _: shared_tag) if shared else tag)
     assert retag(path, "cpu").method == ("append" if shared else "patch")
     assert same(torch.load(str(path), **mode), obj)
     assert tags(path) == {"cpu"}
-    is_sound(path)
+    assert_intact(path)
 
 
 @each("entries", [0, 5, 300], ids="{} memo entries before".format)
 @each("legacy", [False, True], ids=["zip", "legacy"])
-def test_many_tensors(entries: int, legacy: bool, tmp_path: Path) -> None:
-    """Memo indexes of one byte and of four, sizes of one, two and four, and storages that are named twice."""
+def test_many_tensors_are_patched_in_place(entries: int, legacy: bool, tmp_path: Path) -> None:
+    """Memo indexes of one and four bytes, sizes of one, two and four bytes, and a storage used twice."""
     numels = (1, 255, 256, 70_000)
     tensors = {f"t{i}": torch.full((numels[i % 4],), float(i)) for i in range(120)}
     obj = {"config": {f"k{i}": f"v{i}" for i in range(entries)}, **tensors, "again": tensors["t7"], "cuda:0": "cuda:0"}
     path = save(obj, tmp_path / "many.pt", _use_new_zipfile_serialization=not legacy)
-    made = retag(path, "cpu")
-    assert (made.method, made.grown) == ("patch", 0)
+    result = retag(path, "cpu")
+    assert (result.method, result.grown) == ("patch", 0)
     assert same(torch.load(path), obj)
-    back = torch.load(path)
-    assert back["again"].data_ptr() == back["t7"].data_ptr()
+    reloaded = torch.load(path)
+    assert reloaded["again"].data_ptr() == reloaded["t7"].data_ptr()
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_other_pickle_protocols(protocol: int, tmp_path: Path) -> None:
+def test_pickle_protocols_2_to_5_are_retagged(protocol: int, tmp_path: Path) -> None:
     obj = {"text": "cuda:0", **state(20)}
     path = save(obj, tmp_path / "model.pt", pickle_protocol=protocol)
     assert retag(path, "cpu").method == "patch"
@@ -170,15 +172,15 @@ def test_other_pickle_protocols(protocol: int, tmp_path: Path) -> None:
     assert tags(path) == {"privateuseone:7"}
     assert retag(path, "cpu").changed
     assert same(torch.load(path, weights_only=False), obj)
-    is_sound(path)
+    assert_intact(path)
 
 
-def test_tags_by_name(tmp_path: Path) -> None:
+def test_tag_map_changes_tags_by_name(tmp_path: Path) -> None:
     order = iter(["cuda:0", "cuda:1", "cpu", "cuda:1", "cuda:2"])
     path = save(list(map(torch.tensor, ([1], [2], [3], [4], [5]))), tmp_path / "model.pt", lambda _: fresh(next(order)))
-    made = retag(path, {"cuda:1": "cuda:0", "cuda:7": "cpu"})
-    assert "cuda:1  →  cuda:0  2 storages" in str(made)
-    assert {(tag.old, tag.new, tag.storages) for tag in made.tags} == {
+    result = retag(path, {"cuda:1": "cuda:0", "cuda:7": "cpu"})
+    assert "cuda:1  →  cuda:0  2 storages" in str(result)
+    assert {(tag.old, tag.new, tag.storages) for tag in result.tags} == {
         ("cuda:0", "cuda:0", 1),
         ("cuda:1", "cuda:0", 2),
         ("cpu", "cpu", 1),
@@ -189,15 +191,15 @@ def test_tags_by_name(tmp_path: Path) -> None:
     assert [storage.device for storage in inspect(path).storages] == ["cpu", "cpu", "cpu", "cpu", "cuda:1"]
 
 
-def test_what_is_right_already_is_not_touched(tmp_path: Path) -> None:
+def test_file_with_the_requested_tags_is_not_written(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt", "cpu")
     before = path.stat()
-    made = retag(path, "cpu", keep_undo=True)
-    assert (made.method, made.changed, made.written, made.done) == ("none", False, 0, True)
+    result = retag(path, "cpu", keep_undo=True)
+    assert (result.method, result.changed, result.written, result.done) == ("none", False, 0, True)
     assert (path.stat().st_mtime_ns, names_in(tmp_path)) == (before.st_mtime_ns, ["model.pt"])
 
 
-def test_tensors_on_meta_stay_there(tmp_path: Path) -> None:
+def test_meta_tensors_keep_their_tag(tmp_path: Path) -> None:
     path = save(
         {"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "model.pt", lambda s: ("meta", "cuda:0")[len(s) > 8]
     )
@@ -207,33 +209,33 @@ def test_tensors_on_meta_stay_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["cpu", "privateuseone:10"])
-def test_a_plan_changes_nothing(to: str, tmp_path: Path) -> None:
+def test_dry_run_changes_nothing_and_predicts_the_result(to: str, tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     before = path.read_bytes(), path.stat().st_mtime_ns
     plan = retag(path, to, dry_run=True)
     assert (path.read_bytes(), path.stat().st_mtime_ns, names_in(tmp_path)) == (*before, ["model.pt"])
-    done = retag(path, to)
+    result = retag(path, to)
     assert not plan.done
-    assert {**plan.to_dict(), "done": True} == done.to_dict()
-    assert path.stat().st_size == len(before[0]) + done.grown
+    assert {**plan.to_dict(), "done": True} == result.to_dict()
+    assert path.stat().st_size == len(before[0]) + result.grown
     assert retag(path, to, out=tmp_path / "other.pt", dry_run=True).method == "none"
     assert names_in(tmp_path) == ["model.pt"]
 
 
-def test_an_index_that_was_appended_is_written_over(tmp_path: Path) -> None:
-    """Going to and fro does not make the file longer and longer."""
+def test_appended_index_is_overwritten_by_the_next_retag(tmp_path: Path) -> None:
+    """Retagging back and forth does not grow the file."""
     path = save(state(), tmp_path / "model.pt", "cpu")
     sizes = []
     for to in ("cuda:0", "privateuseone:0", "cuda:0", "privateuseone:0", "cpu"):
         retag(path, to)
         sizes.append(path.stat().st_size)
-        is_sound(path)
+        assert_intact(path)
     assert sizes[1] == sizes[3]
     assert same(torch.load(path), state())
 
 
-def test_an_archive_without_checksums(tmp_path: Path) -> None:
-    """torch can be told to write none: then there are none afterwards."""
+def test_archive_without_checksums_stays_without(tmp_path: Path) -> None:
+    """torch can be configured to write none."""
     path = tmp_path / "model.pt"
     body = forge.pickled(forge.ordered({"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "cuda:0"))}))
     records = [replace(entry, crc32=0) for entry in forge.entries(body, {"0": forge.FLOATS})]
@@ -246,22 +248,22 @@ def test_an_archive_without_checksums(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["cuda:1", "cuda:10"])
-def test_beyond_four_gigabytes(to: str, tmp_path: Path) -> None:
+def test_archive_beyond_four_gigabytes_is_retagged(to: str, tmp_path: Path) -> None:
     path, nbytes = tmp_path / "large.pt", (4 << 30) + 64
-    held = {
+    storages = {
         key: forge.storage_id(key, numel, "FloatStorage", "cuda:0") for key, numel in (("0", nbytes // 4), ("1", 4))
     }
-    body = forge.pickled(forge.ordered({key: forge.tensor(storage=storage) for key, storage in held.items()}))
+    body = forge.pickled(forge.ordered({key: forge.tensor(storage=storage) for key, storage in storages.items()}))
     forge.sparse_archive(path, nbytes, 1, body)
     if not forge.is_sparse(path):
         pytest.skip("the file system does not support sparse files")
-    made = retag(path, to)
-    assert made.method == ("patch" if to == "cuda:1" else "append")
+    result = retag(path, to)
+    assert result.method == ("patch" if to == "cuda:1" else "append")
     assert forge.is_sparse(path)
     assert tags(path) == {to}
     assert not [problem for problem in inspect(path).problems if problem.code.startswith("zip")]
     with zipfile.ZipFile(path) as archive:
-        assert to.encode() in archive.read("archive/data.pkl")  # and its checksum is right
+        assert to.encode() in archive.read("archive/data.pkl")  # zipfile checks the checksum
         assert archive.read("archive/data/1") == forge.FLOATS
     copy = tmp_path / "copy.pt"
     retag(path, "mps", out=copy)
@@ -269,10 +271,12 @@ def test_beyond_four_gigabytes(to: str, tmp_path: Path) -> None:
     assert tags(copy) == {"mps"}
 
 
-def test_torch_maps_what_lies_beyond_four_gigabytes(tmp_path: Path) -> None:
+def test_torch_maps_a_retagged_archive_beyond_four_gigabytes(tmp_path: Path) -> None:
     path, nbytes = tmp_path / "large.pt", (4 << 30) + 64
-    held = {key: forge.storage_id(key, numel, "FloatStorage", "cpu") for key, numel in (("0", nbytes // 4), ("1", 4))}
-    body = forge.pickled(forge.ordered({key: forge.tensor(storage=storage) for key, storage in held.items()}))
+    storages = {
+        key: forge.storage_id(key, numel, "FloatStorage", "cpu") for key, numel in (("0", nbytes // 4), ("1", 4))
+    }
+    body = forge.pickled(forge.ordered({key: forge.tensor(storage=storage) for key, storage in storages.items()}))
     forge.sparse_archive(path, nbytes, 1, body)
     if not forge.is_sparse(path):
         pytest.skip("the file system does not support sparse files")
@@ -287,22 +291,22 @@ def test_torch_maps_what_lies_beyond_four_gigabytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
 @pytest.mark.parametrize("to", ["cpu", "privateuseone:10"])
-def test_a_copy(legacy: bool, to: str, tmp_path: Path) -> None:
+def test_copy_has_the_new_tags_and_the_source_is_unchanged(legacy: bool, to: str, tmp_path: Path) -> None:
     obj = {"name": "cuda:0", **state()}
     path = save(obj, tmp_path / "model.pt", _use_new_zipfile_serialization=not legacy)
     before, copy = path.read_bytes(), tmp_path / "copy.pt"
-    made = retag(path, to, out=copy)
+    result = retag(path, to, out=copy)
     assert (path.read_bytes(), tags(copy)) == (before, {to})
-    assert made.how in ("shared", "copied by the kernel", "copied")
+    assert result.how in ("shared", "copied by the kernel", "copied")
     assert names_in(tmp_path) == ["copy.pt", "model.pt"]
     assert same(torch.load(copy, map_location="cpu"), obj)
-    is_sound(copy)
+    assert_intact(copy)
     again = tmp_path / "again.pt"
     assert not retag(copy, to, out=again).changed
     assert again.read_bytes() == copy.read_bytes()
 
 
-def test_a_copy_where_the_system_cannot_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_without_reflinks_and_copy_file_range_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", out=tmp_path / "one.pt")
     monkeypatch.setattr("transload.io.journal._FICLONE", 0)
@@ -312,25 +316,25 @@ def test_a_copy_where_the_system_cannot_help(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "two.pt").read_bytes()
 
 
-def test_a_stranger_s_file_is_retagged_without_being_run(tmp_path: Path) -> None:
+def test_hostile_file_is_retagged_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     storage = forge.storage_id("0", 4, "FloatStorage", "cuda:0")
-    evil = forge.call(forge.name("os", "getcwd"))
-    body = forge.pickled(forge.listing(evil, forge.tensor(storage=storage)))
+    dangerous = forge.call(forge.name("os", "getcwd"))
+    body = forge.pickled(forge.listing(dangerous, forge.tensor(storage=storage)))
     path.write_bytes(forge.checkpoint(body, {"0": forge.FLOATS}))
-    made = retag(path, "cpu")
-    assert "can do harm" in made.warnings[0]
+    result = retag(path, "cpu")
+    assert "can do harm" in result.warnings[0]
     assert tags(path) == {"cpu"}
 
 
-def test_devices_elsewhere_are_told_of(tmp_path: Path) -> None:
+def test_torch_device_values_are_reported_and_kept(tmp_path: Path) -> None:
     obj = {"where": torch.device("cuda", 1), "state": state()}
-    made = retag(save(obj, tmp_path / "model.pt"), "cpu")
-    assert made.warnings == ("torch.device values stay as they are: where",)
+    result = retag(save(obj, tmp_path / "model.pt"), "cpu")
+    assert result.warnings == ("torch.device values stay as they are: where",)
     assert torch.load(tmp_path / "model.pt")["where"] == torch.device("cuda:1")
 
 
-def test_undo(tmp_path: Path) -> None:
+def test_undo_restores_the_file(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     old = path.read_bytes()
     with pytest.raises(RetagError, match="no journal was kept"):
@@ -343,11 +347,11 @@ def test_undo(tmp_path: Path) -> None:
     assert path.read_bytes() == old
     assert names_in(tmp_path) == ["model.pt"]
     retag(path, "cpu", keep_undo=True)
-    retag(path, "mps")  # what was kept no longer fits
+    retag(path, "mps")  # the undo journal no longer matches
     assert names_in(tmp_path) == ["model.pt"]
 
 
-def test_a_file_that_was_changed_since_is_not_undone(tmp_path: Path) -> None:
+def test_undo_is_refused_if_the_file_changed_since(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", keep_undo=True)
     save(state(4), path)
@@ -355,12 +359,12 @@ def test_a_file_that_was_changed_since_is_not_undone(tmp_path: Path) -> None:
         undo(path)
 
 
-def test_a_file_that_was_replaced_since_is_left_alone(tmp_path: Path) -> None:
-    """The journal of an interrupted retag, and another file in the place of the one it belongs to."""
+def test_journal_of_a_replaced_file_is_not_applied(tmp_path: Path) -> None:
+    """An interrupted retag left a journal, and another file has replaced the file it belongs to."""
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", keep_undo=True)
-    journal, kept = journals(path)
-    kept.rename(journal)
+    journal, undo_journal = journals(path)
+    undo_journal.rename(journal)
     save(state(5), path)
     other = path.read_bytes()
     assert has_journal(path)
@@ -375,8 +379,8 @@ def test_a_file_that_was_replaced_since_is_left_alone(tmp_path: Path) -> None:
         retag(path, "cpu")
 
 
-def test_a_journal_that_came_with_a_download_changes_nothing(tmp_path: Path) -> None:
-    """It speaks of another file, however well it fits; who knows better can say so."""
+def test_copied_journal_is_applied_only_by_an_explicit_undo(tmp_path: Path) -> None:
+    """It belongs to another file, however well it matches."""
     path = save(state(), tmp_path / "model.pt")
     old = path.read_bytes()
     retag(path, "privateuseone:10", keep_undo=True)
@@ -396,11 +400,11 @@ def test_a_journal_that_came_with_a_download_changes_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can create files of other users")
-def test_the_journal_of_a_stranger_changes_nothing(tmp_path: Path) -> None:
+def test_journal_of_another_user_is_ignored(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", keep_undo=True)
-    journal, kept = journals(path)
-    kept.rename(journal)
+    journal, undo_journal = journals(path)
+    undo_journal.rename(journal)
     try:
         os.chown(journal, 12345, 12345)
     except OSError:
@@ -411,20 +415,20 @@ def test_the_journal_of_a_stranger_changes_nothing(tmp_path: Path) -> None:
     assert not has_journal(path)
 
 
-def test_an_interrupted_retag_is_put_right_by_the_next(tmp_path: Path) -> None:
+def test_next_retag_recovers_an_interrupted_one(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "privateuseone:10", keep_undo=True)
-    journal, kept = journals(path)
-    kept.rename(journal)
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-100])  # the last write is not all there
-    made = retag(path, "cpu")
-    assert made.recovered == "restored"
+    journal, undo_journal = journals(path)
+    undo_journal.rename(journal)
+    retagged = path.read_bytes()
+    path.write_bytes(retagged[:-100])  # the last write is incomplete
+    result = retag(path, "cpu")
+    assert result.recovered == "restored"
     assert same(torch.load(path), state())
 
 
 @each(
-    ("to", "said"),
+    ("to", "message"),
     [
         ("cpu:0", "only 'cpu'"),
         ("mps:0", "only 'mps'"),
@@ -442,19 +446,19 @@ def test_an_interrupted_retag_is_put_right_by_the_next(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_devices_that_make_no_sense(to: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_invalid_devices_are_usage_errors(to: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
         retag(tmp_path / "absent.pt", to)
 
 
-def test_a_device_of_torch_is_a_device(tmp_path: Path) -> None:
+def test_torch_device_is_accepted(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, {"cuda:0": torch.device("cpu")})
     assert tags(path) == {"cpu"}
 
 
-def test_the_expected_values_are_those_of_the_release(tmp_path: Path) -> None:
-    """What was written down when the files were made, not only what torch makes of the original."""
+def test_retagged_file_equals_the_cpu_file_of_the_same_release(tmp_path: Path) -> None:
+    """The CPU file was saved by the same torch release."""
     for folder in sorted((DATA / "torch-releases").iterdir()):
         if not folder.is_dir() or not (folder / "expected.json").exists():
             continue

@@ -1,4 +1,4 @@
-"""Any bytes get an answer, never a foreign exception, and each flipped bit is attributed to its tensors."""
+"""Any bytes get a result, never an exception, and each flipped bit is attributed to its tensors."""
 
 from __future__ import annotations
 
@@ -24,56 +24,56 @@ FILES = (
 CASES = 40 * forge.FUZZ
 
 
-def changed(data: bytes, dice: random.Random) -> bytes:
-    """Cut, written over, or with a piece of itself somewhere else."""
-    out, at = bytearray(data), dice.randrange(len(data))
-    kind = dice.randrange(3)
+def damaged_copy(data: bytes, rng: random.Random) -> bytes:
+    """Truncated, overwritten, or with a piece copied elsewhere."""
+    out, at = bytearray(data), rng.randrange(len(data))
+    kind = rng.randrange(3)
     if kind == 0:
         return data[:at]
     if kind == 1:
         for _ in range(10):
-            out[dice.randrange(len(out))] = dice.randrange(256)
+            out[rng.randrange(len(out))] = rng.randrange(256)
     else:
-        other = dice.randrange(len(data))
+        other = rng.randrange(len(data))
         out[at : at + 100] = data[other : other + 100]
     return bytes(out)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_changed_files(name: str) -> None:
-    data, dice = (DATA / name).read_bytes(), random.Random(name)  # noqa: S311 - a test
+def test_damaged_files_get_a_result(name: str) -> None:
+    data, rng = (DATA / name).read_bytes(), random.Random(name)  # noqa: S311 - not for cryptography
     for case in range(CASES):
-        found = verify(changed(data, dice), hashes=case % 2 == 0, values=case % 3 == 0)
-        assert str(found)
-        assert found.to_dict()["ok"] is found.ok
+        result = verify(damaged_copy(data, rng), hashes=case % 2 == 0, values=case % 3 == 0)
+        assert str(result)
+        assert result.to_dict()["ok"] is result.ok
 
 
-def owners(checkpoint: Checkpoint) -> dict[str, set[str]]:
-    """The tensors that look at each storage."""
+def tensors_by_storage(checkpoint: Checkpoint) -> dict[str, set[str]]:
+    """The names of the tensors that use each storage."""
     out: dict[str, set[str]] = {}
     for tensor in checkpoint.tensors:
-        for part in flat(tensor):
+        for part in with_parts(tensor):
             out.setdefault(part.storage or "", set()).add(tensor.name)
     return out
 
 
-def flat(tensor: Tensor) -> Iterator[Tensor]:
+def with_parts(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor
     for part in tensor.parts:
-        yield from flat(part)
+        yield from with_parts(part)
 
 
 @each("path", sorted(DATA.glob("torch-releases/torch-[12].*/zoo_cuda0.pt")), ids=lambda path: path.parent.name)
-def test_a_flipped_bit_of_any_storage(path: Path) -> None:
-    data, dice = path.read_bytes(), random.Random(7)  # noqa: S311 - a test
+def test_flipped_bit_is_attributed_to_the_tensors_of_its_storage(path: Path) -> None:
+    data, rng = path.read_bytes(), random.Random(7)  # noqa: S311 - not for cryptography
     if data[:2] != b"PK":
         pytest.skip("the format has no checksums")
-    whole = inspect(data)
-    named = owners(whole)
-    for storage in whole.storages:
+    checkpoint = inspect(data)
+    tensors_of = tensors_by_storage(checkpoint)
+    for storage in checkpoint.storages:
         if storage.nbytes and storage.offset is not None:
             out = bytearray(data)
-            out[storage.offset + dice.randrange(storage.nbytes)] ^= 1 << dice.randrange(8)
+            out[storage.offset + rng.randrange(storage.nbytes)] ^= 1 << rng.randrange(8)
             for hashes in (False, True):
-                found = verify(bytes(out), hashes=hashes)
-                assert {damage.name for damage in found.damaged} == named[storage.id]
+                result = verify(bytes(out), hashes=hashes)
+                assert {damage.name for damage in result.damaged} == tensors_of[storage.id]

@@ -1,4 +1,4 @@
-"""Sparse tensors whose indices are out of range, compared with what torch says when it checks them."""
+"""Sparse tensors with indices out of range, compared with torch's own validation."""
 
 from __future__ import annotations
 
@@ -24,91 +24,95 @@ def saved(value: object) -> bytes:
     return out.getvalue()
 
 
-def parts(layout: str, dice: random.Random) -> tuple[Any, ...]:
-    """The parts of a tensor that makes sense, mostly."""
-    dense = torch.tensor([[dice.randint(0, 1) for _ in range(SIZE[1])] for _ in range(SIZE[0])], dtype=torch.float32)
+def valid_parts(layout: str, rng: random.Random) -> tuple[Any, ...]:
+    """Indices and values of a valid sparse tensor, except that the dtypes of the indices may differ."""
+    dense = torch.tensor([[rng.randint(0, 1) for _ in range(SIZE[1])] for _ in range(SIZE[0])], dtype=torch.float32)
     dense[0, 0] = 1
     if layout == "coo":
-        made = dense.to_sparse()
-        return made.indices(), made.values()
-    made = getattr(dense, f"to_sparse_{layout}")(*([(2, 2)] if layout in ("bsr", "bsc") else []))
+        sparse = dense.to_sparse()
+        return sparse.indices(), sparse.values()
+    sparse = getattr(dense, f"to_sparse_{layout}")(*([(2, 2)] if layout in ("bsr", "bsc") else []))
     rows = layout in ("csr", "bsr")
-    indices = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
-    return tuple(part.to(dice.choice([torch.int32, torch.int64])) for part in indices), made.values()
+    indices = (sparse.crow_indices(), sparse.col_indices()) if rows else (sparse.ccol_indices(), sparse.row_indices())
+    return tuple(part.to(rng.choice([torch.int32, torch.int64])) for part in indices), sparse.values()
 
 
-def spoiled(indices: torch.Tensor, dice: random.Random) -> torch.Tensor:
+def with_a_wrong_index(indices: torch.Tensor, rng: random.Random) -> torch.Tensor:
     out = indices.clone()
-    out.view(-1)[dice.randrange(out.numel())] += dice.choice([-2, -1, 1, 2, 7, 1 << 20])
+    out.view(-1)[rng.randrange(out.numel())] += rng.choice([-2, -1, 1, 2, 7, 1 << 20])
     return out
 
 
-def made_of(layout: str, dice: random.Random) -> torch.Tensor:
-    indices, values = parts(layout, dice)
+def random_sparse_tensor(layout: str, rng: random.Random) -> torch.Tensor:
+    indices, values = valid_parts(layout, rng)
     if layout == "coo":
-        spoilt = spoiled(indices, dice) if dice.random() < 0.7 else indices
-        return torch.sparse_coo_tensor(spoilt, values, SIZE, check_invariants=False)
+        used = with_a_wrong_index(indices, rng) if rng.random() < 0.7 else indices
+        return torch.sparse_coo_tensor(used, values, SIZE, check_invariants=False)
     indices = list(indices)
-    if dice.random() < 0.7:
-        which = dice.randrange(2)
-        indices[which] = spoiled(indices[which], dice)
+    if rng.random() < 0.7:
+        position = rng.randrange(2)
+        indices[position] = with_a_wrong_index(indices[position], rng)
     indices = [part.to(indices[0].dtype) for part in indices]
     return torch.sparse_compressed_tensor(*indices, values, SIZE, layout=LAYOUTS[layout], check_invariants=False)
 
 
-def torch_takes(made: torch.Tensor) -> bool:
+def torch_accepts(tensor: torch.Tensor) -> bool:
     try:
-        if made.layout == torch.sparse_coo:
-            torch._validate_sparse_coo_tensor_args(made._indices(), made._values(), made.size())
+        if tensor.layout == torch.sparse_coo:
+            torch._validate_sparse_coo_tensor_args(tensor._indices(), tensor._values(), tensor.size())
         else:
-            rows = made.layout in (torch.sparse_csr, torch.sparse_bsr)
-            held = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
-            torch._validate_sparse_compressed_tensor_args(*held, made.values(), made.size(), made.layout)
+            rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+            indices = (
+                (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
+            )
+            torch._validate_sparse_compressed_tensor_args(*indices, tensor.values(), tensor.size(), tensor.layout)
     except RuntimeError:
         return False
     return True
 
 
 @each("layout", LAYOUTS)
-def test_as_torch_judges_where_it_looks(layout: str) -> None:
-    dice, verdicts = random.Random(7), []  # noqa: S311 - the same each time
+def test_damaged_sparse_tensors_are_those_that_torch_rejects(layout: str) -> None:
+    rng, verdicts = random.Random(7), []  # noqa: S311 - reproducible
     for _ in range(60):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = made_of(layout, dice)
-        found = verify(saved({"beside": torch.ones(2), "s": made}))
-        assert [(each.name, each.kind) for each in found.damaged] == ([] if torch_takes(made) else [("s", "broken")])
-        assert found.integrity == ("damaged" if found.damaged else "whole")
-        verdicts.append(bool(found.damaged))
+            tensor = random_sparse_tensor(layout, rng)
+        result = verify(saved({"beside": torch.ones(2), "s": tensor}))
+        assert [(damage.name, damage.kind) for damage in result.damaged] == (
+            [] if torch_accepts(tensor) else [("s", "broken")]
+        )
+        assert result.integrity == ("damaged" if result.damaged else "whole")
+        verdicts.append(bool(result.damaged))
     assert 10 < sum(verdicts) < 50
 
 
 @each("name", [name for name in ZOO if "sparse" in name])
-def test_sound_ones(name: str) -> None:
+def test_valid_sparse_tensors_are_not_damaged(name: str) -> None:
     assert not verify(saved(ZOO[name].make())).damaged
 
 
-def test_batches() -> None:
+def test_wrong_index_in_a_batched_csr_tensor_is_reported() -> None:
     batch = torch.eye(3).expand(4, 3, 3).to_sparse_csr()
     assert not verify(saved(batch)).damaged
     columns = batch.col_indices().clone()
     columns[2, 1] = 3
-    odd = torch.sparse_csr_tensor(batch.crow_indices(), columns, batch.values(), (4, 3, 3), check_invariants=False)
-    (damage,) = verify(saved({"s": odd})).damaged
+    invalid = torch.sparse_csr_tensor(batch.crow_indices(), columns, batch.values(), (4, 3, 3), check_invariants=False)
+    (damage,) = verify(saved({"s": invalid})).damaged
     assert damage.detail == "an index is 3, after -1, in a row of 3"
 
 
-def test_it_says_which() -> None:
-    odd = torch.sparse_coo_tensor(torch.tensor([[1], [65537]]), torch.ones(1), (3, 3), check_invariants=False)
-    (damage,) = verify(saved({"s": odd})).damaged
+def test_damage_names_the_wrong_index() -> None:
+    invalid = torch.sparse_coo_tensor(torch.tensor([[1], [65537]]), torch.ones(1), (3, 3), check_invariants=False)
+    (damage,) = verify(saved({"s": invalid})).damaged
     assert damage == ("s", "broken", "an index is 65537, but the size of axis 1 is 3")
 
 
 class Forged:
-    """Pickled as a call that makes a sparse tensor of any parts."""
+    """Pickles as a call that builds a sparse tensor from any parts."""
 
-    def __init__(self, layout: str, *parts: torch.Tensor) -> None:
-        self.args = LAYOUTS[layout], (*parts, torch.Size(SIZE))
+    def __init__(self, layout: str, *valid_parts: torch.Tensor) -> None:
+        self.args = LAYOUTS[layout], (*valid_parts, torch.Size(SIZE))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return torch._utils._rebuild_sparse_tensor, self.args
@@ -119,7 +123,7 @@ def ones(*size: int) -> torch.Tensor:
 
 
 @each(
-    ("forged", "words"),
+    ("forged", "detail"),
     [
         (Forged("coo", torch.ones(2, 3), torch.ones(3)), "its indices are not integers"),
         (Forged("coo", ones(3), torch.ones(3)), "its indices have the shape (3,), but its own shape is (4, 6)"),
@@ -128,12 +132,12 @@ def ones(*size: int) -> torch.Tensor:
         (Forged("csr", ones(3), ones(2), torch.ones(2)), "it has 4 rows, but its row pointers have the shape (3,)"),
     ],
 )
-def test_parts_that_do_not_fit_together(forged: Forged, words: str) -> None:
+def test_inconsistent_parts_are_reported(forged: Forged, detail: str) -> None:
     (damage,) = verify(saved({"s": forged})).damaged
-    assert damage == ("s", "broken", words)
+    assert damage == ("s", "broken", detail)
 
 
-def test_a_claim_of_endless_indices_is_not_followed() -> None:
+def test_huge_number_of_indices_is_not_read() -> None:
     indices = torch.zeros(1, 1, dtype=torch.int64).expand(1, 1 << 40)
     huge = torch.sparse_coo_tensor(indices, torch.ones(1).expand(1 << 40), (1,), check_invariants=False)
-    assert verify(saved(huge)).integrity  # and ends
+    assert verify(saved(huge)).integrity  # it returns

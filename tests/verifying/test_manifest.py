@@ -1,4 +1,4 @@
-"""Manifests: written whole or not at all, compared by name, never trusted to be what they should be."""
+"""Manifests: written completely or not at all, compared by name, and checked before use."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def manifest(path: Path) -> Path:
-    made = path.with_name("m.json")
-    write_manifest(str(made), [verify(path, hashes=True)])
-    return made
+    file = path.with_name("m.json")
+    write_manifest(str(file), [verify(path, hashes=True)])
+    return file
 
 
-def test_a_manifest_is_json_and_comes_back(path: Path, manifest: Path) -> None:
-    held = json.loads(manifest.read_text(encoding="ascii"))
-    assert [file["path"] for file in held["files"]] == [str(path)]
-    assert held["files"][0]["tensors"][0]["shape"] == [2, 3]
+def test_manifest_is_json_and_can_be_read_back(path: Path, manifest: Path) -> None:
+    content = json.loads(manifest.read_text(encoding="ascii"))
+    assert [file["path"] for file in content["files"]] == [str(path)]
+    assert content["files"][0]["tensors"][0]["shape"] == [2, 3]
     (file,) = read_manifest(str(manifest)).files
-    found = verify(path, hashes=True)
-    assert (file.sha256, file.tensors) == (found.sha256, tuple(t._replace(nbytes=0) for t in found.tensors))
+    result = verify(path, hashes=True)
+    assert (file.sha256, file.tensors) == (result.sha256, tuple(t._replace(nbytes=0) for t in result.tensors))
 
 
-def test_the_same_tensors_in_another_container(path: Path, manifest: Path) -> None:
+def test_same_tensors_in_another_container_match(path: Path, manifest: Path) -> None:
     other = path.with_name("other.safetensors")
     save_file(VALUES, other)
-    found = verify(other, against=manifest)
-    assert (found.ok, found.differences, found.manifest) == (True, (), str(manifest))
+    result = verify(other, against=manifest)
+    assert (result.ok, result.differences, result.manifest) == (True, (), str(manifest))
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"),
+    ("values", "expected"),
     [
         pytest.param({**VALUES, "b": torch.arange(4) + 1}, ("b", "changed"), id="changed"),
         pytest.param({**VALUES, "b": torch.arange(4).int()}, ("b", "retyped"), id="dtype"),
@@ -56,44 +56,46 @@ def test_the_same_tensors_in_another_container(path: Path, manifest: Path) -> No
         pytest.param({"a": VALUES["a"], "c": VALUES["c"]}, ("b", "missing"), id="missing"),
     ],
 )
-def test_differences(values: dict[str, torch.Tensor], wanted: tuple[str, str], path: Path, manifest: Path) -> None:
+def test_difference_from_the_manifest_is_reported(
+    values: dict[str, torch.Tensor], expected: tuple[str, str], path: Path, manifest: Path
+) -> None:
     torch.save(values, path)
-    found = verify(path, against=str(manifest))
-    assert not found.ok
-    assert found.integrity == "whole"
-    assert [(each.name, each.what) for each in found.differences] == [wanted]
+    result = verify(path, against=str(manifest))
+    assert not result.ok
+    assert result.integrity == "whole"
+    assert [(difference.name, difference.what) for difference in result.differences] == [expected]
 
 
-def test_two_tensors_of_one_name(path: Path) -> None:
-    """A key may hold the slash that joins keys."""
+def test_two_tensors_with_the_same_name_are_compared(path: Path) -> None:
+    """A key may contain the slash that joins keys."""
     values = {"a/b": torch.ones(1), "a": {"b": torch.zeros(1)}}
     torch.save(values, path)
-    made = str(path.with_name("m.json"))
-    write_manifest(made, [verify(path, hashes=True)])
-    assert verify(path, against=made).ok
+    manifest_path = str(path.with_name("m.json"))
+    write_manifest(manifest_path, [verify(path, hashes=True)])
+    assert verify(path, against=manifest_path).ok
     torch.save({"a/b": torch.ones(1), "a": {"b": torch.ones(1)}}, path)
-    assert [each.what for each in verify(path, against=made).differences] == ["changed"]
+    assert [difference.what for difference in verify(path, against=manifest_path).differences] == ["changed"]
 
 
-def test_several_files_are_told_apart(path: Path, tmp_path: Path) -> None:
+def test_entries_of_several_files_are_found_by_path(path: Path, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     other = tmp_path / "sub" / "model.pt"
     torch.save({"z": torch.ones(1)}, other)
-    made = str(tmp_path / "both.json")
-    write_manifest(made, [verify(path, hashes=True), verify(other, hashes=True)])
-    assert verify(path, against=made).ok
-    assert verify(other, against=made).ok
+    manifest_path = str(tmp_path / "both.json")
+    write_manifest(manifest_path, [verify(path, hashes=True), verify(other, hashes=True)])
+    assert verify(path, against=manifest_path).ok
+    assert verify(other, against=manifest_path).ok
     third = tmp_path / "third.pt"
     torch.save(VALUES, third)
     with pytest.raises(ManifestError, match="has no entry for"):
-        verify(third, against=made)
+        verify(third, against=manifest_path)
 
 
-def test_nothing_is_overwritten_and_nothing_damaged_is_written(path: Path, manifest: Path) -> None:
+def test_manifest_needs_overwrite_and_an_intact_hashed_file(path: Path, manifest: Path) -> None:
     before = manifest.read_bytes()
-    found = verify(path, hashes=True)
+    result = verify(path, hashes=True)
     with pytest.raises(ManifestError, match="already"):
-        write_manifest(str(manifest), [found])
+        write_manifest(str(manifest), [result])
     data = bytearray(path.read_bytes())
     data[inspect(path).tensor("a").file_offset or 0] ^= 1
     path.write_bytes(data)
@@ -102,20 +104,20 @@ def test_nothing_is_overwritten_and_nothing_damaged_is_written(path: Path, manif
     with pytest.raises(ManifestError, match="not written"):
         write_manifest(str(manifest), [verify(path)], overwrite=True)
     assert manifest.read_bytes() == before
-    assert sorted(each.name for each in path.parent.iterdir()) == ["m.json", "model.pt"]
+    assert sorted(file.name for file in path.parent.iterdir()) == ["m.json", "model.pt"]
 
 
-BAD: dict[str, Any] = {
-    "nothing": b"",
-    "no JSON": b"PK\x03\x04",
+MALFORMED: dict[str, Any] = {
+    "empty": b"",
+    "not JSON": b"PK\x03\x04",
     "a list": b"[]",
-    "another": b'{"schema": 2, "files": []}',
+    "another schema": b'{"schema": 2, "files": []}',
     "no files": b'{"schema": 1}',
     "a number for a name": (
         b'{"schema": 1, "files": [{"path": "x", "sha256": "", "tensors": [{"name": 1, "dtype": "", "shape": [], '
         b'"sha256": ""}]}]}'
     ),
-    "a text for a shape": (
+    "a string for a shape": (
         b'{"schema": 1, "files": [{"path": "x", "sha256": "", "tensors": [{"name": "", "dtype": "", "shape": "x", '
         b'"sha256": ""}]}]}'
     ),
@@ -123,36 +125,36 @@ BAD: dict[str, Any] = {
         b'{"schema": 1, "files": [{"path": "x", "sha256": "", "tensors": [{"name": "", "dtype": "", "shape": [1e999], '
         b'"sha256": ""}]}]}'
     ),
-    "no name of a file": b'{"schema": 1, "files": [{"path": "a\\u0000b", "sha256": "", "tensors": []}]}',
-    "half a letter": b'{"schema": 1, "files": [{"path": "a\\ud800b", "sha256": "", "tensors": []}]}',
-    "deep": b"[" * 100_000,
+    "NUL in a path": b'{"schema": 1, "files": [{"path": "a\\u0000b", "sha256": "", "tensors": []}]}',
+    "lone surrogate in a path": b'{"schema": 1, "files": [{"path": "a\\ud800b", "sha256": "", "tensors": []}]}',
+    "deep nesting": b"[" * 100_000,
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_what_is_no_manifest(name: str, path: Path) -> None:
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_manifest_is_refused(name: str, path: Path) -> None:
     bad = path.with_name("bad.json")
-    bad.write_bytes(BAD[name])
+    bad.write_bytes(MALFORMED[name])
     with pytest.raises(ManifestError, match="not a manifest"):
         verify(path, against=bad)
 
 
-def test_what_is_not_hashed_is_not_written(path: Path) -> None:
-    """Else it would be equal to whatever is there later."""
+def test_manifest_with_an_unhashed_tensor_is_not_written(path: Path) -> None:
+    """Otherwise it would match any later content."""
     torch.save({"x": torch.zeros(1).expand(1 << 30, 1 << 10)}, path)
     with pytest.raises(ManifestError, match="not written"):
         write_manifest(str(path.with_name("m.json")), [verify(path, hashes=True)])
 
 
-def test_no_manifest_at_all(path: Path) -> None:
+def test_missing_manifest_is_an_error(path: Path) -> None:
     with pytest.raises(CannotReadError):
         verify(path, against="absent.json")
     with pytest.raises(UsageError, match="path of a manifest"):
         verify(path, against=3)  # type: ignore[arg-type]
 
 
-def test_the_hash_of_all_is_defined_to_the_byte() -> None:
-    """docs/verify.md says how; whoever makes it another way shall get the same."""
+def test_hash_of_all_follows_the_documented_definition() -> None:
+    """docs/verify.md defines it, so that other programs can compute the same hash."""
     from hashlib import sha256
 
     tensors = [TensorSum("b", "int64", (2, 3), 48, "22"), TensorSum("ä", "float32", (), 4, "11")]
@@ -160,5 +162,5 @@ def test_the_hash_of_all_is_defined_to_the_byte() -> None:
     assert hash_of_all(tensors) == hash_of_all(tensors[::-1]) == sha256(text.encode("ascii")).hexdigest()
 
 
-def test_a_difference_is_plain_data() -> None:
+def test_difference_converts_to_a_dict() -> None:
     assert Difference("a", "added").to_dict() == {"name": "a", "what": "added", "detail": ""}

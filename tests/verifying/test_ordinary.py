@@ -1,4 +1,4 @@
-"""Verifying without a list of tensors gives the same result as with one."""
+"""Verifying without listing the tensors gives the same result as with a list."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tests.rescuing.makers import ARCHIVES, ident
 from transload.tensors import content
 from transload.verifying import tensor_count, verify
 
-LISTED = content.open_content
+OPEN_CONTENT = content.open_content
 
 
-def told(data: bytes | Path) -> dict[str, Any]:
+def verified(data: bytes | Path) -> dict[str, Any]:
     return {key: value for key, value in verify(data).to_dict().items() if key != "seconds"}
 
 
-def told_by_list(data: bytes | Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The same when every tensor is listed first."""
+def verified_with_list(data: bytes | Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The same, with every tensor listed first."""
     with monkeypatch.context() as patch:
-        patch.setattr("transload.verifying.open_content", lambda f, **_: LISTED(f))
-        return told(data)
+        patch.setattr("transload.verifying.open_content", lambda f, **_: OPEN_CONTENT(f))
+        return verified(data)
 
 
-def count(data: bytes) -> int | None:
-    with LISTED(data, tree=False) as light:
+def quick_count(data: bytes) -> int | None:
+    with OPEN_CONTENT(data, tree=False) as light:
         return tensor_count(light.checkpoint) if light.checkpoint.counted else -1
 
 
@@ -42,12 +42,14 @@ def saved(value: object) -> bytes:
 
 
 @each("path", ARCHIVES, ids=ident)
-def test_every_archive_whole_and_with_a_flipped_bit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert told(path) == told_by_list(path, monkeypatch)
+def test_fixtures_give_the_same_result_intact_and_with_a_flipped_bit(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verified(path) == verified_with_list(path, monkeypatch)
     data = path.read_bytes()
     for at in range(100, len(data), len(data) // 8):
-        bad = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
-        assert told(bad) == told_by_list(bad, monkeypatch), at
+        damaged = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+        assert verified(damaged) == verified_with_list(damaged, monkeypatch), at
 
 
 STATES: dict[str, Any] = {
@@ -63,49 +65,49 @@ STATES: dict[str, Any] = {
 
 
 @each("state", list(STATES))
-def test_nothing_is_listed_that_is_ordinary(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_checkpoints_are_verified_without_a_list(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved(STATES[state])
-    wanted = told_by_list(data, monkeypatch)
-    asked: list[bool] = []
+    expected = verified_with_list(data, monkeypatch)
+    tree_options: list[bool] = []
 
-    def opened(f: Any, *, tree: bool = True) -> AbstractContextManager[content.Content]:
-        asked.append(tree)
-        return LISTED(f, tree=tree)
+    def recording_open(f: Any, *, tree: bool = True) -> AbstractContextManager[content.Content]:
+        tree_options.append(tree)
+        return OPEN_CONTENT(f, tree=tree)
 
-    monkeypatch.setattr("transload.verifying.open_content", opened)
-    assert told(data) == wanted
-    assert asked == [False]
+    monkeypatch.setattr("transload.verifying.open_content", recording_open)
+    assert verified(data) == expected
+    assert tree_options == [False]
     assert verify(data).integrity == "whole"
 
 
-def test_a_tensor_with_two_names_counts_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = torch.ones(3)
-    shared = {"x": one}
-    data = saved({"a": one, "b": one, "c": one.view(3, 1), "d": shared, "e": shared})
-    assert count(data) == verify(data).tensor_count == 5
-    assert told(data) == told_by_list(data, monkeypatch)
+def test_tensor_with_several_names_is_counted_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(3)
+    shared = {"x": tensor}
+    data = saved({"a": tensor, "b": tensor, "c": tensor.view(3, 1), "d": shared, "e": shared})
+    assert quick_count(data) == verify(data).tensor_count == 5
+    assert verified(data) == verified_with_list(data, monkeypatch)
 
 
-def test_going_in_circles_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop: list[Any] = [torch.ones(3)]
-    loop.append(loop)
-    data = saved(loop)
-    assert count(data) is None
-    assert told(data) == told_by_list(data, monkeypatch)
+def test_cyclic_checkpoint_gives_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    cyclic: list[Any] = [torch.ones(3)]
+    cyclic.append(cyclic)
+    data = saved(cyclic)
+    assert quick_count(data) is None
+    assert verified(data) == verified_with_list(data, monkeypatch)
 
 
-ODD: dict[str, bytes] = {
-    "one too far": forge.tensor(shape=(4,), offset=1),
-    "a step too far": forge.tensor(shape=(2,), stride=(4,)),
-    "a size below zero": forge.tensor(shape=(-1,)),
-    "a size that is a flag": forge.tensor(shape=(True,)),
+UNUSUAL: dict[str, bytes] = {
+    "beyond the storage": forge.tensor(shape=(4,), offset=1),
+    "stride beyond the storage": forge.tensor(shape=(2,), stride=(4,)),
+    "negative size": forge.tensor(shape=(-1,)),
+    "boolean size": forge.tensor(shape=(True,)),
     "no shape": forge.tensor(shape=None),
     "ranks differ": forge.tensor(shape=(2, 2)),
-    "more than can be counted": forge.tensor(shape=(1 << 62, 4), stride=(0, 0)),
-    "an absurd stride": forge.tensor(shape=(1,), stride=(1 << 63,)),
-    "an absurd stride of nothing": forge.tensor(shape=(0, 1), stride=(1, 1 << 63)),
-    "overflow before none": forge.tensor(shape=(1 << 62, 4, 0), stride=(0, 0, 0)),
-    "offset below zero": forge.tensor(offset=-1),
+    "too many elements": forge.tensor(shape=(1 << 62, 4), stride=(0, 0)),
+    "huge stride": forge.tensor(shape=(1,), stride=(1 << 63,)),
+    "huge stride without elements": forge.tensor(shape=(0, 1), stride=(1, 1 << 63)),
+    "overflow without elements": forge.tensor(shape=(1 << 62, 4, 0), stride=(0, 0, 0)),
+    "negative offset": forge.tensor(offset=-1),
     "no storage": forge.rebuilt("_rebuild_tensor_v2", None, 0, (4,), (1,), False, forge.ordered()),
     "too few arguments": forge.rebuilt("_rebuild_tensor_v2", forge.storage_id()),
     "gradients": forge.rebuilt("_rebuild_tensor_v2", forge.storage_id(), 0, (4,), (1,), True, forge.ordered()),
@@ -117,28 +119,30 @@ ODD: dict[str, bytes] = {
 }
 
 
-@each("case", list(ODD))
+@each("case", list(UNUSUAL))
 @each("beside", [True, False], ids=["beside another", "alone"])
-def test_what_is_odd_is_listed(case: str, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No checksum shows that a tensor reaches beyond its storage."""
-    state = {"odd": ODD[case], "w1": forge.tensor("1")} if beside else {"odd": ODD[case]}
+def test_unusual_tensors_are_listed_and_give_the_same_result(
+    case: str, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No checksum shows that a tensor extends beyond its storage."""
+    state = {"odd": UNUSUAL[case], "w1": forge.tensor("1")} if beside else {"odd": UNUSUAL[case]}
     keys = ["0", "1"] if beside else ["0"]
-    stores = {key: bytes(range(16)) for key in keys if case != "no storage" or key != "0"}
-    data = forge.checkpoint(forge.pickled(forge.ordered(state)), stores)
-    assert count(data) in (None, -1)
-    assert told(data) == told_by_list(data, monkeypatch)
+    storages = {key: bytes(range(16)) for key in keys if case != "no storage" or key != "0"}
+    data = forge.checkpoint(forge.pickled(forge.ordered(state)), storages)
+    assert quick_count(data) in (None, -1)
+    assert verified(data) == verified_with_list(data, monkeypatch)
 
 
 @pytest.mark.parametrize("key", ["w0", "w1"])
-def test_of_the_same_key_the_last_one_counts(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_with_a_repeated_key_needs_a_list(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = b"".join((forge.text("w0"), forge.tensor("0"), forge.text(key), forge.tensor("1")))
     data = forge.checkpoint(forge.pickled(b"}(" + pairs + b"u"))
-    assert count(data) == (None if key == "w0" else 2)
-    assert told(data) == told_by_list(data, monkeypatch)
+    assert quick_count(data) == (None if key == "w0" else 2)
+    assert verified(data) == verified_with_list(data, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["QUInt4x2Storage", "QInt8Storage"])
-def test_elements_of_half_a_byte(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = forge.storage_id("0", 16, kind)
-    data = forge.checkpoint(forge.pickled(forge.ordered({"x": forge.tensor(storage=held)})), {"0": bytes(range(16))})
-    assert told(data) == told_by_list(data, monkeypatch)
+def test_quantized_storages_give_the_same_result(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = forge.storage_id("0", 16, kind)
+    data = forge.checkpoint(forge.pickled(forge.ordered({"x": forge.tensor(storage=storage)})), {"0": bytes(range(16))})
+    assert verified(data) == verified_with_list(data, monkeypatch)

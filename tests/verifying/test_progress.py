@@ -1,4 +1,4 @@
-"""The line on a terminal: there while something is read, gone afterwards."""
+"""The progress line on a terminal: shown while reading, removed afterwards."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 import pytest
 from tests import forge
 
-from transload.io import pool as loading
+from transload.io import pool as io_pool
 from transload.io.pool import Progress
 from transload.verifying import verify
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_EVERY", -1.0)
+def without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_pool, "_EVERY", -1.0)
 
 
-@pytest.mark.usefixtures("at_once")
-def test_it_is_written_over_and_taken_away() -> None:
+@pytest.mark.usefixtures("without_delay")
+def test_progress_line_is_overwritten_and_removed() -> None:
     stream = io.StringIO()
     line = Progress(stream, "verifying", passing=True)
     line(1_000_000_000, 2_000_000_000)
@@ -30,7 +30,7 @@ def test_it_is_written_over_and_taken_away() -> None:
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
-def test_what_is_done_at_once_shows_nothing() -> None:
+def test_quick_work_shows_no_progress_line() -> None:
     stream = io.StringIO()
     line = Progress(stream, "verifying", passing=True)
     line(10, 10)
@@ -38,7 +38,7 @@ def test_what_is_done_at_once_shows_nothing() -> None:
     assert stream.getvalue() == ""
 
 
-def test_a_closed_stderr_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_works_with_a_closed_or_missing_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
     for stderr in (closed, None):
@@ -46,7 +46,7 @@ def test_a_closed_stderr_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert verify(forge.checkpoint(), progress=True).ok
 
 
-def test_nobody_looks() -> None:
+def test_progress_without_a_stream_does_nothing() -> None:
     line = Progress(None, "verifying", passing=True)
     line(1, 2)
     line.end()

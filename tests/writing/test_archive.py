@@ -1,4 +1,4 @@
-"""Archives in many writes: for all pieces, threads and sinks the file is the same as from one write."""
+"""Archives written in pieces: piece size, threads and sink do not change the file."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from transload.formats.zip_writer import Chunk, NewRecord, write_archive
 from transload.io.atomic import DescriptorFile, FileObject
 
 
-class Borrowed:
-    """What a chunk keeps alive; it logs its life."""
+class LoggedBuffer:
+    """An object that a chunk keeps alive; it logs its creation, use and deletion."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -32,8 +32,8 @@ class Borrowed:
         self._log.append("done")
 
 
-class Parts:
-    """Bytes that come in parts, as long as somebody listens."""
+class ChunkedBytes:
+    """Yields bytes in chunks."""
 
     def __init__(self, data: bytes, step: int, log: list[str] | None = None) -> None:
         self._data, self._step, self._log = data, step, log
@@ -44,7 +44,7 @@ class Parts:
             if self._log is None:
                 yield Chunk(part)
             else:
-                yield Chunk(part, Borrowed(self._log).ready)
+                yield Chunk(part, LoggedBuffer(self._log).ready)
 
 
 @functools.cache
@@ -59,24 +59,24 @@ def contents() -> list[tuple[bytes, bytes]]:
     return [(b"data/%d" % number, noise(size)) for number, size in enumerate(SIZES)]
 
 
-def written(sink: Any, step: int = 0, **options: Any) -> None:
+def write_records(sink: Any, step: int = 0, **options: Any) -> None:
     def records() -> Iterator[NewRecord]:
         for name, data in contents():
-            yield (name, len(data), Parts(data, step) if step and data else data)
+            yield (name, len(data), ChunkedBytes(data, step) if step and data else data)
 
     write_archive(sink, b"a", records(), lambda sums: [(b"count", 2, b"%2d" % len(sums))], **options)
 
 
 def in_memory(**options: Any) -> bytes:
-    held = io.BytesIO()
-    written(FileObject(held), **options)
-    return held.getvalue()
+    buffer = io.BytesIO()
+    write_records(FileObject(buffer), **options)
+    return buffer.getvalue()
 
 
 @each("threads", [0, 1, 3])
 @each("step", [1000, 65536, 1 << 20])
 @each("piece", [1, 100_000, 8 << 20])
-def test_pieces_and_threads_make_no_difference(
+def test_piece_size_and_threads_do_not_change_the_archive(
     threads: int, step: int, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = in_memory()
@@ -84,29 +84,29 @@ def test_pieces_and_threads_make_no_difference(
     assert in_memory(step=step, threads=threads) == expected
     with zipfile.ZipFile(io.BytesIO(expected)) as opened:
         assert opened.testzip() is None
-        assert [(each.filename, opened.read(each)) for each in opened.infolist()] == [
+        assert [(info.filename, opened.read(info)) for info in opened.infolist()] == [
             *((f"a/{name.decode()}", data) for name, data in contents()),
             ("a/count", b"12"),
         ]
 
 
-def test_a_file_of_the_system_gets_the_same_bytes(tmp_path: Path) -> None:
+def test_descriptor_file_gets_the_same_bytes(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
-    written(DescriptorFile(descriptor), step=7000, threads=2)
+    write_records(DescriptorFile(descriptor), step=7000, threads=2)
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == in_memory()
 
 
-def test_a_system_that_takes_a_few_bytes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = os.writev
-    monkeypatch.setattr(os, "writev", lambda file, buffers: true(file, [bytes(buffers[0])[:1013]]))
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda file, buffers: real(file, [bytes(buffers[0])[:1013]]))
     descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
-    written(DescriptorFile(descriptor), step=50_000)
+    write_records(DescriptorFile(descriptor), step=50_000)
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == in_memory()
 
 
-def test_more_buffers_than_the_system_takes_at_once(tmp_path: Path) -> None:
+def test_more_buffers_than_one_writev_takes_are_written(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
     DescriptorFile(descriptor).write([b"%d," % number for number in range(5000)])
     os.close(descriptor)
@@ -114,22 +114,24 @@ def test_more_buffers_than_the_system_takes_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_chunks_that_are_written_are_freed(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never more are alive than the writer looks ahead, the one that is written, and the one that is made."""
+def test_written_chunks_are_freed(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most the chunks read ahead, the chunk being written and the chunk being created are alive."""
     monkeypatch.setattr(archive, "PIECE", 1000)
     log: list[str] = []
     data = noise(50_000)
-    held = io.BytesIO()
-    write_archive(FileObject(held), b"a", [(b"x", len(data), Parts(data, 1000, log))], lambda _: [], threads=threads)
-    out = [log[:end].count("made") - log[:end].count("done") for end in range(len(log) + 1)]
-    assert max(out) <= archive.AHEAD + 2
+    buffer = io.BytesIO()
+    write_archive(
+        FileObject(buffer), b"a", [(b"x", len(data), ChunkedBytes(data, 1000, log))], lambda _: [], threads=threads
+    )
+    alive = [log[:end].count("made") - log[:end].count("done") for end in range(len(log) + 1)]
+    assert max(alive) <= archive.AHEAD + 2
     assert (log.count("made"), log.count("ready"), log.count("done")) == (50, 50, 50)
-    with zipfile.ZipFile(held) as opened:
+    with zipfile.ZipFile(buffer) as opened:
         assert opened.read("a/x") == data
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_an_error_in_a_thread_is_raised(threads: int) -> None:
+def test_error_in_a_chunk_is_raised(threads: int) -> None:
     def failing() -> Iterator[Chunk]:
         yield Chunk(b"x" * 10)
         yield Chunk(b"x" * 10, ready=lambda: 1 // 0)
@@ -138,18 +140,18 @@ def test_an_error_in_a_thread_is_raised(threads: int) -> None:
         write_archive(FileObject(io.BytesIO()), b"a", [(b"x", 20, failing)], lambda _: [], threads=threads)
 
 
-def test_a_record_that_is_shorter_than_it_says_is_noticed() -> None:
+def test_record_shorter_than_declared_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="has 20 bytes, and 10 came"):
-        write_archive(FileObject(io.BytesIO()), b"a", [(b"x", 20, Parts(b"x" * 10, 5))], lambda _: [])
+        write_archive(FileObject(io.BytesIO()), b"a", [(b"x", 20, ChunkedBytes(b"x" * 10, 5))], lambda _: [])
 
 
-def test_progress_is_told() -> None:
+def test_reported_progress_adds_up_to_the_record_sizes() -> None:
     counts: list[int] = []
-    written(FileObject(io.BytesIO()), step=1 << 20, report_progress=counts.append)
+    write_records(FileObject(io.BytesIO()), step=1 << 20, report_progress=counts.append)
     assert sum(counts) == sum(SIZES)
 
 
-def test_no_thread_reads_when_the_writer_is_interrupted() -> None:
+def test_interrupted_writer_leaves_no_threads() -> None:
     import threading
 
     class Interrupted(FileObject):
@@ -159,11 +161,13 @@ def test_no_thread_reads_when_the_writer_is_interrupted() -> None:
     before = threading.active_count()
     data = noise(3_000_000)
     with pytest.raises(KeyboardInterrupt):
-        write_archive(Interrupted(None), b"a", [(b"x", len(data), Parts(data, 100_000))], lambda _: [], threads=3)
+        write_archive(
+            Interrupted(None), b"a", [(b"x", len(data), ChunkedBytes(data, 100_000))], lambda _: [], threads=3
+        )
     assert threading.active_count() == before
 
 
-def test_a_sink_gets_few_large_buffers() -> None:
+def test_sink_gets_few_large_buffers() -> None:
     class Counting(FileObject):
         writes = 0
 
@@ -173,4 +177,4 @@ def test_a_sink_gets_few_large_buffers() -> None:
     sink = Counting(None)
     many = [(b"data/%d" % number, 256, b"x" * 256) for number in range(10_000)]
     write_archive(sink, b"a", many, lambda _: [])
-    assert sink.writes <= 40, "of about 100 kB each"
+    assert sink.writes <= 40, "buffers of about 100 kB each"

@@ -1,4 +1,4 @@
-"""Checksums computed by threads, and where there can be none."""
+"""Checksums computed by threads, or without threads where none can start."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from transload.io.atomic import FileObject
 PARTS = [b"trans", b"load" * 1000, b"", b"\0" * 70_000]
 
 
-class Nowhere(FileObject):
+class NullSink(FileObject):
     def write(self, buffers: Sequence[Any]) -> None:
         pass
 
 
-def computed(threads: int) -> list[int]:
-    found: list[int] = []
+def checksums_of_parts(threads: int) -> list[int]:
+    result: list[int] = []
 
     def closing(checksums: list[int]) -> list[NewRecord]:
-        found.extend(checksums)
+        result.extend(checksums)
         return []
 
     records = [(b"%d" % len(part), len(part), partial(iter, [Chunk(memoryview(part))])) for part in PARTS]
-    write_archive(Nowhere(None), b"a", records, closing, threads=threads)
-    return found
+    write_archive(NullSink(None), b"a", records, closing, threads=threads)
+    return result
 
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
-def test_they_are_those_of_zlib(threads: int) -> None:
-    assert computed(threads) == [crc32(part) for part in PARTS]
+def test_checksums_equal_zlib_crc32(threads: int) -> None:
+    assert checksums_of_parts(threads) == [crc32(part) for part in PARTS]
 
 
-def test_without_a_thread_to_be_had_they_are_computed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_computed_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_: Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(Thread, "start", refused)
-    assert computed(2) == [crc32(part) for part in PARTS]
+    assert checksums_of_parts(2) == [crc32(part) for part in PARTS]
 
 
 LATE = """
@@ -62,6 +62,6 @@ threading.Thread(target=late).start()
 """
 
 
-def test_while_a_program_ends_they_are_computed_all_the_same() -> None:
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
-    assert done.stdout == f"[{crc32(b'x')}]\n"
+def test_checksums_are_computed_during_interpreter_shutdown() -> None:
+    process = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
+    assert process.stdout == f"[{crc32(b'x')}]\n"

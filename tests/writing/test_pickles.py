@@ -1,4 +1,4 @@
-"""Graphs written back: read again they are the same, and Python and torch make the same objects of them."""
+"""Object graphs written as pickles: reading them gives the same graph, and Python and torch load equal objects."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ FILES = sorted(
 
 
 def same(first: object, second: object) -> bool:
-    """Whether two graphs are the same: the same values, shared alike. Written and read calls for bytes are bytes."""
+    """Whether two graphs have the same values and sharing. Bytes and sets equal the calls that create them."""
     pairs: dict[int, int] = {}
     todo = [(first, second)]
     while todo:
         a, b = todo.pop()
         if type(a) in (bytes, bytearray, Set):
-            a = called(a)
+            a = as_call(a)
         if type(b) in (bytes, bytearray, Set):
-            b = called(b)
+            b = as_call(b)
         if type(a) is not type(b):
             return False
         if type(a) in (Call, Dict, list, tuple) and a:
@@ -46,22 +46,22 @@ def same(first: object, second: object) -> bool:
                     return False
                 continue
             pairs[id(a)] = id(b)
-            keep.extend((a, b))
-        inside = parts(a), parts(b)
-        if inside[0] is None:
-            if a != b and not (a != a and b != b):  # noqa: PLR0124 - not a number
+            kept_alive.extend((a, b))
+        inner = children(a), children(b)
+        if inner[0] is None:
+            if a != b and not (a != a and b != b):  # noqa: PLR0124 - NaN
                 return False
         else:
-            if len(inside[0]) != len(inside[1] or ()):
+            if len(inner[0]) != len(inner[1] or ()):
                 return False
-            todo += zip(inside[0], inside[1] or (), strict=True)
+            todo += zip(inner[0], inner[1] or (), strict=True)
     return True
 
 
-keep: list[object] = []
+kept_alive: list[object] = []
 
 
-def called(node: Any) -> Call:
+def as_call(node: Any) -> Call:
     if type(node) is bytes:
         return Call(Global("_codecs", "encode", 0), (node.decode("latin-1"), "latin1"), "reduce", 0)
     if type(node) is bytearray:
@@ -77,11 +77,11 @@ SIMPLE: dict[type, tuple[str, ...]] = {
 }
 
 
-def parts(node: Any) -> list[Any] | None:
+def children(node: Any) -> list[Any] | None:
     if type(node) is Call:
-        filled = [node.states or [], node.items or [], node.appended or []]
+        contents = [node.states or [], node.items or [], node.appended or []]
         kind = "obj" if node.kind == "inst" else node.kind
-        return [node.callee, node.args, kind, node.kwargs, len(filled[0]), *filled[0], *filled[1], *filled[2]]
+        return [node.callee, node.args, kind, node.kwargs, len(contents[0]), *contents[0], *contents[1], *contents[2]]
     if type(node) is Dict:
         return node.items
     if type(node) in (list, tuple):
@@ -91,13 +91,13 @@ def parts(node: Any) -> list[Any] | None:
 
 
 @each("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_every_pickle_of_every_file_comes_back(path: Path) -> None:
+def test_pickles_of_all_fixtures_survive_a_rewrite(path: Path) -> None:
     for stream in read(path).pickles:
-        again = run(dumps(stream.root))
-        assert not again.broken
-        assert not again.ambiguous
-        assert same(stream.root, again.root)
-        assert same(again.root, run(dumps(again.root)).root)
+        result = run(dumps(stream.root))
+        assert not result.broken
+        assert not result.ambiguous
+        assert same(stream.root, result.root)
+        assert same(result.root, run(dumps(result.root)).root)
 
 
 VALUES = st.recursive(
@@ -117,7 +117,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.integers(0, 5))
-def test_python_makes_the_same_of_it(value: Any, protocol: int) -> None:
+def test_python_loads_the_same_value(value: Any, protocol: int) -> None:
     written = dumps(run(pickle.dumps(value, protocol)).root)
     assert pickle.loads(written) == value
     assert same(run(written).root, run(dumps(run(written).root)).root)
@@ -128,74 +128,74 @@ class Node:
         self.other: Any = None
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_shared_objects_stay_shared() -> None:
     inner: list[Any] = []
     text = "shared text"
-    made = pickle.loads(dumps([inner, inner, (inner,), text, text]))
-    assert made[0] is made[1] is made[2][0]
-    assert made[3] is made[4]
+    loaded = pickle.loads(dumps([inner, inner, (inner,), text, text]))
+    assert loaded[0] is loaded[1] is loaded[2][0]
+    assert loaded[3] is loaded[4]
 
 
 def test_cycles_stay_cycles() -> None:
-    held: list[Any] = []
-    held.append(held)
-    table = Dict(["self", held])
+    cyclic: list[Any] = []
+    cyclic.append(cyclic)
+    table = Dict(["self", cyclic])
     table.items += ["table", table]
-    made = pickle.loads(dumps(table))
-    assert made["self"][0] is made["self"]
-    assert made["table"] is made
+    loaded = pickle.loads(dumps(table))
+    assert loaded["self"][0] is loaded["self"]
+    assert loaded["table"] is loaded
 
 
 @pytest.mark.parametrize("length", [1, 3, 4])
-def test_a_tuple_that_holds_itself(length: int) -> None:
+def test_tuple_that_contains_itself_is_written(length: int) -> None:
     inner: list[Any] = []
     outer = (inner, *range(length - 1))
     inner += [outer, outer]
-    made = pickle.loads(dumps([outer]))[0]
-    assert made[0][0] is made
-    assert made[0][1] is made
+    loaded = pickle.loads(dumps([outer]))[0]
+    assert loaded[0][0] is loaded
+    assert loaded[0][1] is loaded
 
 
 @each("protocol", range(6))
-def test_an_object_that_holds_itself(protocol: int) -> None:
+def test_object_that_contains_itself_is_written(protocol: int) -> None:
     node = Node()
     node.other = (node, [node])
     written = dumps(run(pickle.dumps(node, protocol)).root)
-    made = pickle.loads(written)
-    assert made.other[0] is made
-    assert made.other[1][0] is made
+    loaded = pickle.loads(written)
+    assert loaded.other[0] is loaded
+    assert loaded.other[1][0] is loaded
 
 
-def test_a_call_that_is_given_what_holds_it() -> None:
-    given_list: list[Any] = []
-    call = Call(Global("collections", "deque", 0), (given_list,), "reduce", 0)
+def test_call_whose_arguments_contain_it_is_written() -> None:
+    arguments: list[Any] = []
+    call = Call(Global("collections", "deque", 0), (arguments,), "reduce", 0)
     call.appended = [5]
-    given_list += [call, 7]
+    arguments += [call, 7]
     assert same(call, run(dumps(call)).root)
     assert run(dumps([call, call])).broken == ""
 
 
-def test_tangles_end() -> None:
+def test_tuple_in_5000_cycles_is_refused() -> None:
     lists: list[list[Any]] = [[] for _ in range(5000)]
-    knot = tuple(lists)
-    for one in lists:
-        one.append(knot)
+    cyclic = tuple(lists)
+    for item in lists:
+        item.append(cyclic)
     with pytest.raises(CannotPickleGraphError, match="contains itself"):
-        dumps(knot)
+        dumps(cyclic)
 
 
-def test_depth_is_no_matter() -> None:
+def test_deeply_nested_tuples_are_written() -> None:
     deep: Any = ()
     for _ in range(50_000):
         deep = (deep, 1)
-    again: Any = run(dumps(deep)).root
+    node: Any = run(dumps(deep)).root
     depth = 0
-    while again:
-        again, depth = again[0], depth + 1
+    while node:
+        node, depth = node[0], depth + 1
     assert depth == 50_000
 
 
-KINDS = [
+STREAMS = [
     pytest.param(b"\x80\x02\x82\x05.", id="ext1"),
     pytest.param(b"\x80\x02\x83\x05\x06.", id="ext2"),
     pytest.param(b"\x80\x02\x84\x05\x06\x07\x08.", id="ext4"),
@@ -205,8 +205,8 @@ KINDS = [
     pytest.param(b"ccollections\nOrderedDict\n)}\x92.", id="newobj_ex"),
     pytest.param(b"ccollections\nOrderedDict\n)\x81Nb}b.", id="two states"),
     pytest.param(b"cos\nsep\ncos\nsep\n\x93.", id="computed name"),
-    pytest.param(b"X\x02\x00\x00\x00a\nX\x01\x00\x00\x00b\x93.", id="a name with a line end"),
-    pytest.param(b"X\x03\x00\x00\x00\xed\xa0\x80X\x01\x00\x00\x00b\x93.", id="a name with half a letter"),
+    pytest.param(b"X\x02\x00\x00\x00a\nX\x01\x00\x00\x00b\x93.", id="name with a newline"),
+    pytest.param(b"X\x03\x00\x00\x00\xed\xa0\x80X\x01\x00\x00\x00b\x93.", id="name with a lone surrogate"),
     pytest.param(b"P17\n.", id="persid"),
     pytest.param(b"X\x01\x00\x00\x00aQ.", id="binpersid"),
     pytest.param(b"U\x02\xff\xfe.", id="python 2"),
@@ -214,37 +214,37 @@ KINDS = [
 ]
 
 
-@each("stream", KINDS)
-def test_every_kind_of_node(stream: bytes) -> None:
+@each("stream", STREAMS)
+def test_every_kind_of_node_survives_a_rewrite(stream: bytes) -> None:
     root = run(stream).root
     assert same(root, run(dumps(root)).root)
 
 
-def test_the_protocol_is_what_the_stream_says_of_itself() -> None:
+def test_protocol_is_written_to_the_stream() -> None:
     assert dumps(None, 4) == b"\x80\x04N."
     assert run(dumps(None)).protocol == 2
 
 
 @pytest.mark.parametrize("node", [Big(2000), object(), {}, 1j], ids=["big", "object", "dict", "complex"])
-def test_what_cannot_be_written_is_told(node: object) -> None:
+def test_unsupported_nodes_are_refused(node: object) -> None:
     with pytest.raises(CannotPickleGraphError):
         dumps([node])
 
 
-def test_the_longest_memo_has_wide_indexes() -> None:
+def test_large_memo_uses_wide_indexes() -> None:
     words = [f"w{number}" for number in range(70_000)]
-    made = pickle.loads(dumps([words, words[0], words[300], words[69_999]]))
-    assert made == [words, words[0], words[300], words[69_999]]
-    assert made[0][300] is made[2]
+    loaded = pickle.loads(dumps([words, words[0], words[300], words[69_999]]))
+    assert loaded == [words, words[0], words[300], words[69_999]]
+    assert loaded[0][300] is loaded[2]
 
 
-def test_a_million_of_anything_takes_no_recursion() -> None:
+def test_many_lists_need_no_recursion() -> None:
     assert sys.getrecursionlimit() < 5000
     assert run(dumps([[] for _ in range(20_000)])).broken == ""
 
 
 def rewritten(path: Path) -> io.BytesIO:
-    """The archive with its pickle written anew."""
+    """The archive with its pickle rewritten by ``dumps``."""
     out = io.BytesIO()
     root = read(path).root
     with zipfile.ZipFile(path) as source, zipfile.ZipFile(out, "w") as target:
@@ -259,7 +259,7 @@ ZIPS = [path for path in FILES if zipfile.is_zipfile(path) and "traced" not in p
 
 
 @each("path", ZIPS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_torch_loads_equal_objects(path: Path) -> None:
+def test_torch_loads_equal_objects_after_a_rewrite(path: Path) -> None:
     torch = pytest.importorskip("torch")
     weights_only = not path.name.startswith(("whole", "zoo", "train"))
     if path.name.startswith("whole_custom"):
@@ -268,10 +268,10 @@ def test_torch_loads_equal_objects(path: Path) -> None:
         warnings.simplefilter("ignore")
         try:
             expected = torch.load(path, map_location="cpu", weights_only=weights_only)
-        except Exception as error:  # noqa: BLE001 - what this torch cannot load at all
+        except Exception as error:  # noqa: BLE001 - this torch cannot load the file at all
             pytest.skip(f"torch itself: {type(error).__name__}")
-        made = torch.load(rewritten(path), map_location="cpu", weights_only=weights_only)
-    held = io.BytesIO(), io.BytesIO()
-    torch.save(expected, held[0])
-    torch.save(made, held[1])
-    assert held[0].getvalue() == held[1].getvalue()
+        actual = torch.load(rewritten(path), map_location="cpu", weights_only=weights_only)
+    buffers = io.BytesIO(), io.BytesIO()
+    torch.save(expected, buffers[0])
+    torch.save(actual, buffers[1])
+    assert buffers[0].getvalue() == buffers[1].getvalue()
