@@ -50,7 +50,7 @@ class Check(Frozen, Reported):
     checkpoint: Checkpoint
     diagnosis: Diagnosis
     devices: Devices
-    wish: Any
+    map_location: Any
     plan: Plan
     torch: Prediction
     packages: tuple[Package, ...]
@@ -65,7 +65,7 @@ class Check(Frozen, Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
-        device = ",".join(map(str, self.wish)) if is_device_list(self.wish) else str(self.wish)
+        device = ",".join(map(str, self.map_location)) if is_device_list(self.map_location) else str(self.map_location)
         return {
             "schema": 1,
             "path": self.checkpoint.path,
@@ -74,7 +74,7 @@ class Check(Frozen, Reported):
             "format": self.checkpoint.format,
             "safety": self.checkpoint.safety,
             "integrity": self.checkpoint.integrity,
-            "map_location": None if self.wish is None else device,
+            "map_location": None if self.map_location is None else device,
             "devices": [device.to_dict() for device in self.devices.available],
             "current": self.devices.current,
             "rank": self.devices.rank,
@@ -580,7 +580,7 @@ def report(check: Check) -> Iterator[Block]:
     for label, words, role in summary:
         yield row(label, printable(words, None), role)
     if plan.moves:
-        yield from heading("where it lands", f"map_location={printable(repr(check.wish), 60)}")
+        yield from heading("where it lands", f"map_location={printable(repr(check.map_location), 60)}")
         yield from plan_blocks(plan)
     for finding in check.findings:
         if finding.code in ("no-such-device", "too-little-memory"):  # the plan shows them
