@@ -1,4 +1,4 @@
-"""Measure how long it takes, and how much memory, to convert a ``.pt`` to safetensors: each way in its own process.
+"""Measure the time and memory that it takes to convert a ``.pt`` to safetensors: each way in its own process.
 
     python bench/convert.py [--json] [--gigabytes N] [--tensors N] [--repeat N] [--folder DIR]
 
@@ -6,7 +6,7 @@ The other way is ``torch.load`` and ``safetensors.torch.save_file``. Each run be
 the file on the disk: transload flushes by itself, and the other file is flushed afterwards. transload also compares the
 checksums of the source and reads its target back, which the other way does not; ``no-verify`` skips that. The time is
 that of the work, after the imports; the peak is the largest resident size of the process during it, minus the size
-after the imports. Before anything is measured, the files that they write are compared. The disk must have room for
+after the imports. Before anything is measured, the files that they write are compared. The disk needs free space for
 twice the size. Needs torch and safetensors.
 """
 
@@ -16,7 +16,7 @@ import os
 import sys
 
 if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
-    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+    del sys.path[0]  # or `import inspect` would find the file next to this one
 
 import argparse
 import json
@@ -109,20 +109,20 @@ class Measured:
 
 
 def child(program: str, *arguments: str | Path) -> str:
-    """What a program prints."""
+    """Run a program, and return what it prints."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(done.stderr)
-    return done.stdout
+    process = subprocess.run(command, check=False, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(process.stderr)
+    return process.stdout
 
 
 def measure(source: Path, folder: Path, repeat: int) -> list[Measured]:
-    """Every way, taking turns. The first turn is to see that all write the same, and to have the source in memory."""
-    found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+    """Run every way in turn. The first turn checks that all write the same, and puts the source into the page cache."""
+    runs_by_way: dict[str, list[list[float]]] = {way: [] for way in WAYS}
     digests = set()
     for turn in range(repeat + 1):
-        for way, runs in found.items():
+        for way, runs in runs_by_way.items():
             target = folder / f"{way}.safetensors"
             os.sync()
             numbers = [float(word) for word in child(PROGRAM, way, source, target).split()]
@@ -132,24 +132,24 @@ def measure(source: Path, folder: Path, repeat: int) -> list[Measured]:
                 digests.add(child(DIGEST, target))
             target.unlink()
     if len(digests) != 1:
-        raise SystemExit("they do not write the same tensors")
-    return [_summary(way, runs) for way, runs in found.items()]
+        raise SystemExit("the files do not have the same tensors")
+    return [_summary(way, runs) for way, runs in runs_by_way.items()]
 
 
 def _summary(way: str, runs: list[list[float]]) -> Measured:
     seconds, cpu, peak, resident = zip(*runs, strict=True)
-    middle = statistics.median(seconds), min(seconds), statistics.median(cpu)
-    return Measured(way, *middle, int(max(peak)), int(max(resident)), len(runs))
+    times = statistics.median(seconds), min(seconds), statistics.median(cpu)
+    return Measured(way, *times, int(max(peak)), int(max(resident)), len(runs))
 
 
 def main() -> None:
-    """Make a file, measure, and print a table or JSON."""
+    """Write a file, measure, and print a table or JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--gigabytes", type=float, default=4.0)
     parser.add_argument("--tensors", type=int, default=400)
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--folder", help="where the files go; a temporary one by default")
+    parser.add_argument("--folder", help="where to write the files (default: the directory for temporary files)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
@@ -159,15 +159,15 @@ def main() -> None:
         nbytes = source.stat().st_size
         measured = measure(source, folder, arguments.repeat)
     if arguments.json:
-        told = {"nbytes": nbytes, "python": platform.python_version(), "cores": os.cpu_count()}
-        print(json.dumps({**told, "measured": [asdict(each) for each in measured]}, indent=1))
+        facts = {"nbytes": nbytes, "python": platform.python_version(), "cores": os.cpu_count()}
+        print(json.dumps({**facts, "measured": [asdict(row) for row in measured]}, indent=1))
         return
-    other = measured[0]
-    print(f"{nbytes / 1e9:.1f} GB in {arguments.tensors} tensors, {os.cpu_count()} cores, median of {other.runs}")
-    for each in measured:
+    base = measured[0]
+    print(f"{nbytes / 1e9:.1f} GB in {arguments.tensors} tensors, {os.cpu_count()} cores, median of {base.runs}")
+    for row in measured:
         print(
-            f"  {WAYS[each.way]:<44} {each.seconds:7.2f} s {nbytes / 1e9 / each.seconds:6.2f} GB/s"
-            f"  {other.seconds / each.seconds:5.2f} x  cpu {each.cpu:6.2f} s  peak {each.peak_bytes / 1e6:8.1f} MB"
+            f"  {WAYS[row.way]:<44} {row.seconds:7.2f} s {nbytes / 1e9 / row.seconds:6.2f} GB/s"
+            f"  {base.seconds / row.seconds:5.2f} x  cpu {row.cpu:6.2f} s  peak {row.peak_bytes / 1e6:8.1f} MB"
         )
 
 

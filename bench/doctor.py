@@ -3,8 +3,8 @@
 Usage: python bench/doctor.py
 
 With a fake driver: every result of cuInit and every result of NVML that matters, on four kinds of host. Over the
-healthy matrix: every torch, every card it has code for, the oldest driver that works. Also the time of a run without
-torch, compared with the start of the interpreter, and of a run whose driver hangs.
+healthy matrix: every torch, every GPU that it has code for, the oldest driver that works. Also the time of a run
+without torch, compared with the start of the interpreter, and of a run whose driver hangs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-sys.path[0] = ROOT  # for the tests' worlds; and the standard library's `inspect` is not our neighbour
+sys.path[0] = ROOT  # to import tests; and this folder has an `inspect`, like the standard library
 
 import statistics
 import subprocess
@@ -35,22 +35,22 @@ REPEATS = 15
 
 
 def main() -> int:
-    """Print the tables; fail where a goal is missed."""
+    """Print the tables; return 1 if a goal is missed."""
     goals = [causes(), false_alarms(), run_time(), hanging()]
     return 0 if all(goals) else 1
 
 
 def causes() -> bool:
-    """Whether the right cause was named often enough."""
+    """Whether the right cause is named often enough."""
     right: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for name, around, world in scenarios():
         with TemporaryDirectory() as folder:
-            told = named(diagnose(world, around, Path(folder)))
+            code = named(diagnose(world, around, Path(folder)))
         total[around] += 1
-        right[around] += told in world.truth.split("|")
-        if told not in world.truth.split("|"):
-            print(f"  wrong: {name}, {around}: named {told or 'nothing'}, true is {world.truth or 'nothing'}")
+        right[around] += code in world.truth.split("|")
+        if code not in world.truth.split("|"):
+            print(f"  wrong: {name}, {around}: named {code or 'nothing'}, the cause is {world.truth or 'nothing'}")
     for around in total:
         print(f"cause named, {around:<8} {right[around]:3} of {total[around]}")
     share = right.total() / total.total()
@@ -59,7 +59,7 @@ def causes() -> bool:
 
 
 def false_alarms() -> bool:
-    """Whether the healthy matrix raised none."""
+    """Whether no machine of the healthy matrix raises an alarm."""
     machines = combinations().values()
     judged = [judge_machine(change(machine)) for change in AROUND.values() for machine in machines]
     alarms = sum(diagnosis.status != "ok" for diagnosis in judged)
@@ -68,7 +68,7 @@ def false_alarms() -> bool:
 
 
 def run_time() -> bool:
-    """Whether a run without torch stays under its goal beyond the start of the interpreter."""
+    """Whether a run without torch takes less than the goal, not counting the start of the interpreter."""
     bare = seconds([sys.executable, "-c", "pass"])
     run = seconds([sys.executable, "-m", "transload", "doctor", "--no-torch", "--json"])
     print(f"run without torch   {run:.3f} s, interpreter {bare:.3f} s: {run - bare:.3f} s beyond (goal {GOAL_SECONDS})")
@@ -76,7 +76,7 @@ def run_time() -> bool:
 
 
 def hanging() -> bool:
-    """Whether a driver that never answers is given up in time, torch included."""
+    """Whether a run with torch ends in time although the driver never answers."""
     with TemporaryDirectory() as folder:
         (Path(folder) / "libcuda.so.1").write_bytes(fake_libcuda(overrides={"cuInit": hangs()}))
         run = once([sys.executable, "-m", "transload", "doctor", "--json"], {"LD_LIBRARY_PATH": folder})
@@ -85,15 +85,15 @@ def hanging() -> bool:
 
 
 def seconds(command: list[str]) -> float:
-    """The median of some runs."""
+    """The median time of some runs."""
     return statistics.median(once(command) for _ in range(REPEATS))
 
 
 def once(command: list[str], environ: dict[str, str] | None = None) -> float:
-    """How long one run takes, whatever its exit code."""
-    begun = time.perf_counter()
+    """The time of one run, whatever its exit code."""
+    start = time.perf_counter()
     subprocess.run(command, env={**os.environ, **(environ or {})}, stdout=subprocess.DEVNULL, check=False)
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

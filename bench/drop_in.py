@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:1] = [str(ROOT), str(ROOT / "src")]  # not this folder: its `inspect` would be taken for the standard one
+sys.path[:1] = [str(ROOT), str(ROOT / "src")]  # not this folder: its `inspect` would hide that of the standard library
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same on every machine
 
 import torch
@@ -45,27 +45,27 @@ FORMS: dict[str, dict[str, Any]] = {
 Outcome = tuple[str, Any]
 
 
-# -- ways to give a file
+# -- ways to pass a file
 
 
 class Minimal:
-    """What torch asks of a file object, and not more."""
+    """A file object with only the methods that torch needs."""
 
     def __init__(self, data: bytes) -> None:
-        held = io.BytesIO(data)
-        self.read, self.readline, self.seek, self.tell = held.read, held.readline, held.seek, held.tell
+        stream = io.BytesIO(data)
+        self.read, self.readline, self.seek, self.tell = stream.read, stream.readline, stream.seek, stream.tell
 
 
-class Restless(io.BytesIO):
-    """A file object that gives less than it is asked for."""
+class ShortReads(io.BytesIO):
+    """A file object that returns fewer bytes than requested."""
 
     def read(self, count: int | None = -1) -> bytes:
-        """As many bytes as it likes."""
+        """Half of the requested bytes."""
         return super().read(count if count is None or count < 0 else max(1, count // 2))
 
 
 def ways(path: Path, data: bytes) -> Iterator[tuple[str, Callable[[], Any], dict[str, Any]]]:
-    """Everything that can be given to ``load`` for a file."""
+    """Every way to pass a file to ``load``: its name, a function that returns the argument, and options."""
 
     def member() -> Any:
         with zipfile.ZipFile(path.with_suffix(".zip"), "w") as archive:
@@ -105,13 +105,13 @@ def ways(path: Path, data: bytes) -> Iterator[tuple[str, Callable[[], Any], dict
     yield "gzip", lambda: packed(gzip), {}
     yield "bz2", lambda: packed(bz2), {}
     yield "read, readline, seek, tell", lambda: Minimal(data), {}
-    yield "short reads", lambda: Restless(data), {}
+    yield "short reads", lambda: ShortReads(data), {}
     yield "in the middle of a file", shifted, {}
     yield "file object, mmap", lambda: io.BytesIO(data), {"mmap": True}
 
 
-def to_meta(storage: Any, _: str) -> Any:
-    """A callable that moves everything."""
+def unchanged(storage: Any, _: str) -> Any:
+    """A function, not a lambda, that leaves the storage where it is."""
     return storage
 
 
@@ -128,26 +128,26 @@ LOCATIONS: dict[str, Any] = {
     "empty dict": {},
     "lambda: storage": lambda storage, _: storage,
     "lambda: None": lambda _storage, _tag: None,
-    "lambda: location": to_meta,
+    "lambda: location": unchanged,
 }
 
 
 # -- comparing
 
 
-def outcome(act: Callable[..., Any], *args: Any, **options: Any) -> Outcome:
-    """What came of a call: a value, or the exception."""
+def outcome(action: Callable[..., Any], *args: Any, **options: Any) -> Outcome:
+    """The outcome of a call: a value, or the exception."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
         try:
-            return "value", act(*args, **options)
-        except Exception as error:  # noqa: BLE001 - it is what is compared
+            return "value", action(*args, **options)
+        except Exception as error:  # noqa: BLE001 - exceptions are compared, too
             return "error", error
 
 
 def difference(theirs: Outcome, ours: Outcome) -> str:
-    """In a few words; empty if there is none."""
+    """A short description; empty if there is none."""
     if theirs[0] == ours[0] == "value":
         try:
             same(theirs[1], ours[1])
@@ -169,50 +169,50 @@ def name(result: Outcome) -> str:
 
 REASONS = {
     "loads, where torch raises UnpicklingError": "torch reads protocols 2 and 3 only as data; we read all of them",
-    "UnpicklingError became NoDeviceError": "the same files: we go on, to the device that is not there",
+    "UnpicklingError became NoDeviceError": "the same files: we go on, to the missing device",
     "loads, where torch raises AttributeError": "torch writes untyped storages in the legacy form, and fails on them",
     "loads, where torch raises RuntimeError": "torch maps only zip files; we ignore mmap for others",
     "RuntimeError became UsageError": "mmap=True with a file object, whatever its format",
     "another value: ['view'].storage: size: 1800 and 8000": "on meta torch splits shared legacy storages",
     "KeyError became NotACheckpointError": "torch runs the text as a pickle, until it fails",
-    "AttributeError became NotACheckpointError": "bytes are the contents of a file to us",
+    "AttributeError became NotACheckpointError": "we take bytes as the contents of a file",
 }
-"""Why a difference is meant."""
+"""Why a difference is intended."""
 
 
 class Tally:
-    """Counts, and the differences by what they are."""
+    """Counts, and the differences by their description."""
 
     def __init__(self) -> None:
         self.compared: Counter[str] = Counter()
         self.equal: Counter[str] = Counter()
-        self.found: dict[tuple[str, str], list[str]] = {}
+        self.differences: dict[tuple[str, str], list[str]] = {}
 
     def enter(self, group: str, case: str, theirs: Outcome, ours: Outcome) -> None:
-        """Compare two outcomes."""
+        """Compare two outcomes, and count the result."""
         self.compared[group] += 1
-        words = difference(theirs, ours)
-        if words:
-            self.found.setdefault((group, words), []).append(case)
+        description = difference(theirs, ours)
+        if description:
+            self.differences.setdefault((group, description), []).append(case)
         else:
             self.equal[group] += 1
 
 
 def saved(by: Callable[..., None], value: Any, **options: Any) -> Outcome:
-    """A file by torch or by us."""
-    held = io.BytesIO()
-    result = outcome(by, value, held, **options)
-    return ("value", held.getvalue()) if result[0] == "value" else result
+    """The file that torch or transload writes."""
+    buffer = io.BytesIO()
+    result = outcome(by, value, buffer, **options)
+    return ("value", buffer.getvalue()) if result[0] == "value" else result
 
 
 def compare_objects(tally: Tally) -> None:
-    """Every object in every form, by every pair of writer and reader."""
+    """Compare every object in every form, for every pair of writer and reader."""
     for key, specimen in ZOO.items():
-        made = outcome(specimen.make)[1]
+        value = outcome(specimen.make)[1]
         for form, options in FORMS.items():
             if form.startswith("legacy") and key in BUILT_FROM_BYTES:
-                continue  # torch builds these from memory that is not filled yet
-            theirs, ours = saved(torch.save, made, **options), saved(transload.save, made, **options)
+                continue  # torch builds these from memory that it has not filled yet
+            theirs, ours = saved(torch.save, value, **options), saved(transload.save, value, **options)
             case = f"{key}, {form}"
             if theirs[0] == "error" or ours[0] == "error":
                 tally.enter("save", case, theirs, ours)
@@ -222,7 +222,7 @@ def compare_objects(tally: Tally) -> None:
 
 
 def compare_loads(tally: Tally, specimen: Specimen, case: str, theirs: bytes, ours: bytes, weights_only: bool) -> None:
-    """torch reading both files, and us reading torch's."""
+    """Compare transload and torch on the file of torch, and torch on both files."""
     options = {"weights_only": weights_only}
     kind = "as data" if weights_only else "with trust"
     with allowed(specimen):
@@ -233,33 +233,33 @@ def compare_loads(tally: Tally, specimen: Specimen, case: str, theirs: bytes, ou
 
 
 def compare_ways(tally: Tally, folder: Path) -> None:
-    """Some objects from every kind of file object, with every map_location, with tags of devices that are missing."""
+    """Compare all ways to pass a file, with every map_location and with tags of missing devices."""
     value = OrderedDict(w=torch.randn(40, 50), b=torch.randn(7), n={"step": 3})
     value["view"] = value["w"][3:9]
     for form, options in FORMS.items():
         for tag in ("", "cuda:0", "cuda:1"):
-            held = io.BytesIO()
+            buffer = io.BytesIO()
             with tagged(tag):
-                torch.save(value, held, **options)
+                torch.save(value, buffer, **options)
             path = folder / f"{form}-{tag.replace(':', '')}.pt"
-            path.write_bytes(held.getvalue())
-            for way, give, more in ways(path, held.getvalue()):
-                for place, location in LOCATIONS.items():
-                    results = [outcome(load, give(), location, **more) for load in (torch.load, transload.load)]
-                    tally.enter("ways to give a file", f"{form}, tag {tag or 'cpu'}, {way}, {place}", *results)
+            path.write_bytes(buffer.getvalue())
+            for way, open_file, extra in ways(path, buffer.getvalue()):
+                for location_name, location in LOCATIONS.items():
+                    results = [outcome(load, open_file(), location, **extra) for load in (torch.load, transload.load)]
+                    tally.enter("ways to pass a file", f"{form}, tag {tag or 'cpu'}, {way}, {location_name}", *results)
 
 
 def compare_not_files(tally: Tally, folder: Path) -> None:
-    """What is not a checkpoint."""
+    """Compare files that are not checkpoints, and targets that cannot be written."""
     (folder / "empty").write_bytes(b"")
     (folder / "text").write_text("hello\n" * 100)
     (folder / "html").write_text("<!DOCTYPE html><html></html>")
     for case in (folder / "missing", folder, folder / "empty", folder / "text", folder / "html", 7, None, "", b"x"):
         results = [outcome(load, case) for load in (torch.load, transload.load)]
-        tally.enter("what is not a file", str(case).replace(str(folder), "…"), *results)
+        tally.enter("not a checkpoint", str(case).replace(str(folder), "…"), *results)
     for case in (7, None, [], str(folder), folder / "no" / "folder.pt"):
         results = [outcome(save, {"w": torch.ones(2)}, case) for save in (torch.save, transload.save)]
-        tally.enter("what cannot be saved to", str(case).replace(str(folder), "…"), *results)
+        tally.enter("invalid targets", str(case).replace(str(folder), "…"), *results)
 
 
 # -- memory
@@ -283,7 +283,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, rss())
 
 
 def memory() -> None:
-    """Peak and final resident memory of a loop, in fresh processes."""
+    """Print the peak and the final resident memory of a loop, in fresh processes."""
     rows: dict[bool, list[list[int]]] = {False: [], True: []}
     for _ in range(3):
         for ours in (False, True):
@@ -291,7 +291,7 @@ def memory() -> None:
             out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
             rows[ours].append([int(word) for word in out.split()])
     print("\n100 saves and 100 loads of 20 MB, MiB resident (peak, at the end); the least of 3 processes each")
-    least = {ours: [min(column) / 2**20 for column in zip(*found, strict=True)] for ours, found in rows.items()}
+    least = {ours: [min(column) / 2**20 for column in zip(*runs, strict=True)] for ours, runs in rows.items()}
     for ours, (peak, last) in least.items():
         print(f"  {'transload' if ours else 'torch':10} {peak:8.0f} {last:8.0f}")
     print(
@@ -300,10 +300,10 @@ def memory() -> None:
 
 
 def main() -> int:
-    """Compare everything; 1 if a difference is not explained."""
+    """Compare everything; return 1 if a difference is not explained."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--memory", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
         compare_objects(tally)
@@ -311,12 +311,12 @@ def main() -> int:
         compare_not_files(tally, Path(folder))
     for group, count in tally.compared.items():
         print(f"{group:32} {count:6} compared, {count - tally.equal[group]:4} differ")
-    for (group, words), cases in sorted(tally.found.items(), key=lambda item: (item[0][0], -len(item[1]))):
-        print(f"\n{group}: {words}\n  {len(cases)} times: {'; '.join(cases[:4])}")
-        print(f"  {REASONS.get(words, 'NOT EXPLAINED')}")
-    if asked.memory:
+    for (group, description), cases in sorted(tally.differences.items(), key=lambda item: (item[0][0], -len(item[1]))):
+        print(f"\n{group}: {description}\n  {len(cases)} times: {'; '.join(cases[:4])}")
+        print(f"  {REASONS.get(description, 'NOT EXPLAINED')}")
+    if options.memory:
         memory()
-    return int(any(words not in REASONS for _, words in tally.found))
+    return int(any(description not in REASONS for _, description in tally.differences))
 
 
 if __name__ == "__main__":

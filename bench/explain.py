@@ -3,7 +3,7 @@
 Usage: python bench/explain.py [PACKAGE...]
 
 Every wording is passed bare, at the end of a traceback, with the prefix of a rank before each line, with colours and a
-time stamp, and between the lines of a long log; those of the installed torch are provoked. Whole logs of frameworks
+time stamp, and in the middle of a long log; errors of the installed torch are provoked. Complete logs of frameworks
 follow, then unrelated errors, none of which may be recognised, and the time that it takes.
 
 Last, how many of the texts in the sources of torch and related packages are known, by project: in the installed
@@ -17,7 +17,7 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-sys.path[0] = ROOT  # for the tests' texts; and the standard library's `inspect` is not our neighbour
+sys.path[0] = ROOT  # to import tests; and this folder has an `inspect`, like the standard library
 
 import importlib.util
 import json
@@ -47,7 +47,7 @@ LONG_LOG = "2026-01-02 03:04:05 INFO step 12 loss 0.1234 lr 1e-4\n" * 150_000
 
 
 def main() -> int:
-    """Print the tables; fail where a goal is missed."""
+    """Print the tables; return 1 if a goal is missed."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     goals = [wordings(), from_torch(), logs(), unrelated()]
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def codes(text: str | BaseException) -> list[str]:
-    """What is answered."""
+    """The codes of the answers to a text or an exception."""
     return [answer.code for answer in transload.explain(text, checks=False).answers]
 
 
@@ -76,29 +76,29 @@ FORMS: dict[str, Form] = {
 
 
 def is_exception(text: str) -> bool:
-    """Whether it is the last line of a traceback without the traceback."""
+    """Whether a text is the last line of a traceback, without the traceback."""
     return re.match(r"[\w.]+(?:Error|Exception): ", text) is not None
 
 
 def wordings() -> bool:
-    """Whether every wording is explained by its row, in every form."""
-    right = [report(f"wordings, {name}", judged(form)) for name, form in FORMS.items()]
+    """Whether every wording is explained correctly, in every form."""
+    right = [report(f"wordings, {name}", answers_to(form)) for name, form in FORMS.items()]
     return all(right)
 
 
-def judged(form: Form) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each wording: its name, what is answered, what is right."""
+def answers_to(form: Form) -> Iterator[tuple[str, list[str], list[str]]]:
+    """The name of each wording, the codes of the answers, and the right ones."""
     for wording in WORDINGS:
         yield f"{wording.code} ({wording.where})", codes(form(wording.text)), [wording.code]
 
 
 def from_torch() -> bool:
-    """Whether what the installed torch says is explained, as an exception and as the text of one."""
-    return report(f"provoked from torch {'.'.join(map(str, RELEASE))}", from_here())
+    """Whether the errors of the installed torch are explained."""
+    return report(f"provoked from torch {'.'.join(map(str, RELEASE))}", provoked_answers())
 
 
-def from_here() -> Iterator[tuple[str, list[str], list[str]]]:
-    """Each provocation that this release knows."""
+def provoked_answers() -> Iterator[tuple[str, list[str], list[str]]]:
+    """The same for each provocation that works with this release."""
     for provocation in PROVOCATIONS:
         if provocation.since <= RELEASE:
             with TemporaryDirectory() as folder:
@@ -106,15 +106,15 @@ def from_here() -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def logs() -> bool:
-    """Whether the innermost cause of whole logs is told."""
-    told = sections(Path(ROOT) / "tests" / "explaining" / "logs.txt")
-    heads = ((head.rpartition(" | "), text) for head, text in told)
+    """Whether the innermost cause in complete logs is reported."""
+    entries = sections(Path(ROOT) / "tests" / "explaining" / "logs.txt")
+    heads = ((head.rpartition(" | "), text) for head, text in entries)
     return report("logs of frameworks", ((name, codes(text), right.split()) for (name, _, right), text in heads))
 
 
-def report(name: str, told: Iterator[tuple[str, list[str], list[str]]]) -> bool:
-    """One line, and one for each that was wrong."""
-    results = list(told)
+def report(name: str, answers: Iterator[tuple[str, list[str], list[str]]]) -> bool:
+    """Print one line, and one for each wrong answer."""
+    results = list(answers)
     wrong = [(what, answered, right) for what, answered, right in results if answered != right]
     for what, answered, right in wrong:
         print(f"  wrong: {what}: answered {answered or 'nothing'}, right is {right}")
@@ -126,14 +126,14 @@ def report(name: str, told: Iterator[tuple[str, list[str], list[str]]]) -> bool:
 
 
 def unrelated() -> bool:
-    """Whether no unrelated error is claimed."""
+    """Whether no unrelated error is recognised."""
     texts = {**{name: provoked(name) for name in PROVOKED}, **PASTED, **SOURCES}
-    claimed = {name: codes(text) for name, text in texts.items()}
-    for name, answered in claimed.items():
+    recognised = {name: codes(text) for name, text in texts.items()}
+    for name, answered in recognised.items():
         if answered:
-            print(f"  claimed: {name}: {answered}")
-    count = sum(map(bool, claimed.values()))
-    print(f"{'unrelated errors':<36} {count:4} of {len(texts):4} claimed (goal none)")
+            print(f"  recognised: {name}: {answered}")
+    count = sum(map(bool, recognised.values()))
+    print(f"{'unrelated errors':<36} {count:4} of {len(texts):4} recognised (goal none)")
     return not count
 
 
@@ -149,27 +149,27 @@ AREAS = {
     "torch, processes": r"torch/(?:distributed|multiprocessing|utils/data|nn/parallel)",
     "torch, devices and extensions": r"torch/",
 }
-OF_A_CALL = {
+CALL_ERRORS = {
     *("ValueError", "TypeError", "AssertionError", "NotImplementedError", "KeyError", "AttributeError", "IndexError"),
 }
-"""Exceptions by which code says that it was called wrongly."""
+"""Exceptions that report a wrong call."""
 SAMPLES = ("0", "cuda", "model.pt")
-"""What is put into the blanks of a text."""
+"""Values for the blanks of a text."""
 
 
 def from_sources(paths: list[Path]) -> None:
-    """How many of the texts in some packages are known."""
+    """Print how many of the texts in some packages are known."""
     counts: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     known: Counter[str] = Counter()
     fragments = [wording.text for _, error in known_errors() for wording in error.says]
-    for text in {(each["project"], each["text"]): each for path in paths for each in texts(path)}.values():
+    for text in {(entry["project"], entry["text"]): entry for path in paths for entry in texts(path)}.values():
         where = text["where"]
         area = next((name for name, pattern in AREAS.items() if re.match(pattern, where)), text["project"])
-        # A compiled library has the parts of a text, without what is put between them.
+        # A compiled library contains the parts of a text, without the values between them.
         part = ".so" in where and any(text["text"].rstrip() in fragment for fragment in fragments)
         counts[area] += 1
-        calls[area] += text["error"] in OF_A_CALL
+        calls[area] += text["error"] in CALL_ERRORS
         known[area] += part or any(is_known(text, sample) for sample in SAMPLES)
     print(f"{'texts in the sources of':<36} {'all':>6} {'of a wrong call':>16} {'known':>6} {'share':>6}")
     areas = sorted(counts, key=lambda area: (not area.startswith("torch"), area))
@@ -181,7 +181,7 @@ def from_sources(paths: list[Path]) -> None:
 
 
 def texts(path: Path) -> Iterator[dict[str, str]]:
-    """The texts of a package, or those that were extracted before."""
+    """The texts of a package, or of a file into which they were extracted."""
     if path.suffix == ".jsonl":
         yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
         return
@@ -190,40 +190,40 @@ def texts(path: Path) -> Iterator[dict[str, str]]:
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    yield from (each._asdict() for each in script.texts(path))
+    yield from (entry._asdict() for entry in script.texts(path))
 
 
 def is_known(text: dict[str, str], sample: str) -> bool:
-    """Whether a text is known where it is raised, with something in its blanks."""
+    """Whether a text is known, in a traceback from its file, with a sample in its blanks."""
     frame = f'  File "/env/lib/python3.11/site-packages/{text["where"]}", line {text["line"]}, in load\n    raise\n'
     error = text["error"] if re.fullmatch(r"\w+(?:Error|Exception)", text["error"]) else "RuntimeError"
     log = f"{TRACEBACK}{frame}{error}: {text['text'].replace('{}', sample)}\n"
-    found, _, _ = search(*split(lines_of(log)))
-    return bool(found)
+    matches, _, _ = search(*split(lines_of(log)))
+    return bool(matches)
 
 
 # -- time
 
 
 def run_time() -> None:
-    """What the command costs beyond the interpreter, and how long a log of 8 MB takes."""
+    """Print the time of the command beyond that of the interpreter, and the time for a log of 8 MB."""
     text = WORDINGS[0].text
     bare = seconds([sys.executable, "-c", "pass"], "")
     quick = seconds([sys.executable, "-m", "transload", "explain", "--no-checks"], text)
     full = seconds([sys.executable, "-m", "transload", "explain"], text)
-    begun = time.process_time()
+    start = time.process_time()
     codes(LONG_LOG + text)
     print(f"a text {quick - bare:.3f} s beyond the interpreter, with checks {full - bare:.3f} s", end="; ")
-    print(f"a log of {len(LONG_LOG) >> 20} MB {time.process_time() - begun:.1f} s")
+    print(f"a log of {len(LONG_LOG) >> 20} MB {time.process_time() - start:.1f} s")
 
 
 def seconds(command: list[str], text: str) -> float:
-    """The CPU time of a command and its children, the best of some runs."""
+    """The CPU time of a command and its children: the best of some runs."""
     return min(once(command, text) for _ in range(REPEATS))
 
 
 def once(command: list[str], text: str) -> float:
-    """One run, whatever its exit code."""
+    """The CPU time of one run, whatever its exit code."""
     before = os.times()
     subprocess.run(command, input=text.encode(), stdout=subprocess.DEVNULL, check=False, cwd=ROOT)
     after = os.times()

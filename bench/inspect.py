@@ -3,7 +3,7 @@
     python bench/inspect.py [--json] [--repeat N]
 
 Contenders take turns, the median of each counts, and every contender works in this process on a file in the page
-cache. What is not installed is left out, with a note. Needs torch to make the files; transload itself does not use it.
+cache. Tools that are not installed are left out, with a note. Needs torch to write the files; transload works without.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 
 if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
-    del sys.path[0]  # or the standard library's `inspect` would be this file
+    del sys.path[0]  # or `import inspect` would find this file
 
 import argparse
 import json
@@ -32,7 +32,7 @@ TENSORS, MANY = 300, 20_000
 
 @dataclass
 class Row:
-    """One measured ratio and what it should be."""
+    """One measured ratio and its goal."""
 
     what: str
     value: float
@@ -42,7 +42,7 @@ class Row:
 
 
 def main() -> int:
-    """Make the files, measure, print."""
+    """Write the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeat", type=int, default=7, help="turns for each contender (default 7)")
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def by_size(folder: Path, repeat: int) -> list[Row]:
-    """The same tensors, a thousand times as large: the time must not notice."""
+    """The same tensors, a thousand times as large: the time must stay about the same."""
     small, large = folder / "small.pt", folder / "large.pt"
     sparse_checkpoint(small, SMALL)
     sparse_checkpoint(large, LARGE)
@@ -76,7 +76,7 @@ def by_size(folder: Path, repeat: int) -> list[Row]:
 
 
 def many_tensors(folder: Path, repeat: int) -> list[Row]:
-    """A file with very many tensors against the tools that read it too."""
+    """A file with very many tensors, compared with other tools that read it."""
     import torch
 
     from transload import inspect
@@ -103,7 +103,7 @@ def many_tensors(folder: Path, repeat: int) -> list[Row]:
 
 
 def whole_process(folder: Path, repeat: int) -> list[Row]:
-    """``inspect --json`` from start to end against importing torch."""
+    """The complete process of ``inspect --json``, compared with importing torch."""
     import torch
 
     path = folder / "tiny.pt"
@@ -118,7 +118,7 @@ def whole_process(folder: Path, repeat: int) -> list[Row]:
 
 
 def sparse_checkpoint(path: Path, nbytes: int) -> None:
-    """A checkpoint as torch writes it, its storages left as holes in the file."""
+    """Write a checkpoint with torch, with holes in the file for its storages."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -129,7 +129,7 @@ def sparse_checkpoint(path: Path, nbytes: int) -> None:
 
 
 def picklescan(path: Path) -> Callable[[], object] | None:
-    """picklescan on the file, as its command line does it."""
+    """picklescan on the file, as in its command line."""
     try:
         from picklescan.scanner import scan_file_path
     except ImportError:
@@ -155,7 +155,7 @@ def fickling(path: Path) -> Callable[[], object] | None:
 
 
 def take_turns(contenders: dict[str, Callable[[], object]], repeat: int) -> dict[str, float]:
-    """Median seconds of each contender, one turn each in every round."""
+    """The median time of each contender in seconds; each has one turn in every round."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(repeat):
         for name, work in contenders.items():
@@ -166,12 +166,12 @@ def take_turns(contenders: dict[str, Callable[[], object]], repeat: int) -> dict
 
 
 def run(command: list[str]) -> None:
-    """Run a command to its end, its output thrown away."""
+    """Run a command, and discard its output."""
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def peak_memory(command: list[str]) -> int:
-    """Largest resident size in bytes of a command (which may exit with 1), measured by a parent with no other child."""
+    """The peak resident size in bytes of a command (which may exit with 1): that of the only child of a process."""
     code = (
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=False);"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
@@ -181,7 +181,7 @@ def peak_memory(command: list[str]) -> int:
 
 
 def show(rows: list[Row], *, as_json: bool) -> None:
-    """The table, or one JSON object with the machine it was measured on."""
+    """Print the table, or one JSON object with the machine."""
     import torch
 
     machine: dict[str, Any] = {

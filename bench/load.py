@@ -2,12 +2,13 @@
 
     python bench/load.py [--case large,small] [--where cache,tmpfs,cold] [--repeat N] [--json]
 
-The first call in a process and later ones are reported separately, each as a median, next to what the hardware can do
-with the same file. What a call freed goes back to the system before the next. "only mapped" has read nothing yet,
-"touched" has read one byte of every page; only "cloned" has its own memory, as after torch.load and transload.load.
-GB/s count the tensors' bytes; × is how many times as fast as torch.load, or, for what fills a model, as torch.load with
-load_state_dict. The host's peak is resident memory beyond that before the call; pages of a mapped file count. What is
-not installed is left out, with a note. Needs torch, and Linux for some of it.
+The first call in a process and later ones are reported separately, each as a median, next to the limits of the
+hardware with the same file. Memory that a call freed goes back to the system before the next. "only mapped" has read
+nothing yet, "touched" has read one byte of every page; only "cloned" has its own memory, as after torch.load and
+transload.load. GB/s count the tensors' bytes; × is how many times as fast as torch.load, or, for contenders that fill a
+model, as torch.load with load_state_dict. The host's peak is the resident memory in addition to that before the call;
+pages of a mapped file count. Loaders that are not installed are left out, with a note. Needs torch, and Linux for some
+measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
-sys.path[:1] = [ROOT, f"{ROOT}/src"]  # not this folder: its `inspect` would be taken for the standard library's
+sys.path[:1] = [ROOT, f"{ROOT}/src"]  # not this folder: its `inspect` would hide the standard library's
 
 from bench.contest.cases import Case
 from bench.contest.contenders import INTO, TORCH
@@ -37,7 +38,7 @@ CASES = {
 
 
 def goals(results: Results) -> list[Goal]:
-    """What loading to the CPU is held to, on two cores."""
+    """The goals of loading to the CPU, on two cores."""
     large, small = Place("large", "cache"), Place("small", "cache")
     return [
         results.against(large, "transload.load", TORCH, 1.7),

@@ -2,9 +2,9 @@
 
     python bench/load_into.py [--json] [--megabytes N] [--repeat N]
 
-The peak is the largest resident size of a process, minus that of one that only imports the same and makes a meta model.
-A model alone takes as much as its file; the rest is what the contender itself needs. Files are in the page cache. Needs
-torch.
+The peak is the largest resident size of a process, minus that of one that only has the same imports and creates a meta
+model. A model alone takes as much as its file; the rest is what the contender needs in addition. Files are in the page
+cache. Needs torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 
 if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
-    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+    del sys.path[0]  # or `import inspect` would find the file next to this one
 
 import argparse
 import json
@@ -32,8 +32,8 @@ import torch
 from transload import load_into
 path, width = sys.argv[1], int(sys.argv[2])
 def model(device):
-    made = torch.nn.Sequential(*(torch.nn.Linear(width, width, device="meta") for _ in range({LAYERS})))
-    return made.to_empty(device=device)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(width, width, device="meta") for _ in range({LAYERS})))
+    return layers.to_empty(device=device)
 """
 
 SAVE = """
@@ -46,13 +46,13 @@ torch.save({name: tensor.half() for name, tensor in state.items()}, path + ".hal
 
 DONE = """
 seconds = time.perf_counter() - start
-assert net is None or float(net[-1].bias.detach().sum()) == width, "the numbers are not those saved"
+assert net is None or float(net[-1].bias.detach().sum()) == width, "the values differ from those saved"
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 print(peak, seconds)
 """
 
 NOTHING = "nothing"
-CONTENDERS: dict[str, tuple[str, str]] = {  # what there is before, and what is measured
+CONTENDERS: dict[str, tuple[str, str]] = {  # the preparation, and the call that is measured
     NOTHING: ("model('meta'); net = None", ""),
     "load_into": ("net = model('cpu')", "load_into(net, path)"),
     "torch.load + load_state_dict": ("net = model('cpu')", "net.load_state_dict(torch.load(path)['state_dict'])"),
@@ -75,7 +75,7 @@ CONTENDERS: dict[str, tuple[str, str]] = {  # what there is before, and what is 
 
 @dataclass
 class Row:
-    """One contender: its peak beyond the imports, as a multiple of the model's size, and its time."""
+    """One contender: its peak beyond that of the imports, as a multiple of the model's size, and its time."""
 
     what: str
     ratio: float
@@ -84,7 +84,7 @@ class Row:
 
 
 def main() -> int:
-    """Make the files, measure, print."""
+    """Write the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--megabytes", type=int, default=600, help="size of the model (default 600)")
@@ -99,29 +99,29 @@ def main() -> int:
 
 
 def run(code: str, path: Path, width: int) -> str:
-    """What a program prints, in a process of its own."""
+    """Run a program in its own process, and return what it prints."""
     command = [sys.executable, "-c", code, str(path), str(width)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def measure(path: Path, width: int, repeat: int) -> list[Row]:
-    """Every contender in turn, the median of each."""
-    seen: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
+    """Run every contender in turn; the median of each."""
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in CONTENDERS}
     for _ in range(repeat):
         for name, (before, work) in CONTENDERS.items():
             code = f"{MODEL}{before}\nstart = time.perf_counter()\n{work}\n{DONE}"
             peak, seconds = map(float, run(code, path, width).split())
-            seen[name].append((peak, seconds))
-    middle = {
-        name: tuple(statistics.median(values) for values in zip(*runs, strict=True)) for name, runs in seen.items()
+            results[name].append((peak, seconds))
+    medians = {
+        name: tuple(statistics.median(values) for values in zip(*runs, strict=True)) for name, runs in results.items()
     }
-    base = middle.pop(NOTHING)[0]
+    base = medians.pop(NOTHING)[0]
     size = path.stat().st_size
-    return [Row(name, (peak - base) / size, (peak - base) / 1e6, took) for name, (peak, took) in middle.items()]
+    return [Row(name, (peak - base) / size, (peak - base) / 1e6, time_) for name, (peak, time_) in medians.items()]
 
 
 def show(rows: list[Row], size: int, *, as_json: bool) -> None:
-    """The table, or one JSON object with the machine it was measured on."""
+    """Print the table, or one JSON object with the machine."""
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "system": platform.system()}
     if as_json:
         out = {"schema": 1, "machine": machine, "size": size, "rows": [vars(row) for row in rows]}

@@ -1,10 +1,10 @@
-"""Measure how much of a damaged file is rescued: bits flipped and ends cut off at random places, all results compared.
+"""Measure how much of a damaged file is rescued: flip bits and cut files at random places, and compare all results.
 
     python bench/rescue.py [--json] [--places N] [--seed N] [--only WORD]
 
 For each fixture and for a file of 50 MB, written by torch.save: a bit is flipped at each of N random places (200 by
 default), and the file must be restored byte for byte; and the file is cut at each of N random places, after which
-exactly the tensors whose bytes are all there must be found. The legacy format has no checksums, and is only cut. Needs
+exactly the tensors that are still complete must be found. The legacy format has no checksums, and is only cut. Needs
 torch, for the large file.
 """
 
@@ -14,7 +14,7 @@ import os
 import sys
 
 if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
-    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+    del sys.path[0]  # or `import inspect` would find the file next to this one
 
 import argparse
 import io
@@ -40,7 +40,7 @@ DESCRIPTOR = 16
 
 @dataclass
 class Row:
-    """What came of one file."""
+    """The results for one file."""
 
     name: str
     nbytes: int
@@ -53,7 +53,7 @@ class Row:
 
 
 def large() -> bytes:
-    """50 MB: a few large tensors, many small ones, shared ones, and what a training run keeps beside them."""
+    """50 MB: a few large tensors, many small ones, shared ones, and the state of a training run."""
     import torch
 
     torch.manual_seed(0)
@@ -66,75 +66,75 @@ def large() -> bytes:
     return out.getvalue()
 
 
-def whole_at(checkpoint: Checkpoint, cut: int) -> list[str]:
-    """The tensors that must be found in a file that ends at a byte: those before it, if the index is."""
+def complete_before(checkpoint: Checkpoint, cut: int) -> list[str]:
+    """The tensors that must be found in a file that is cut at a byte: those before it, if the index is, too."""
     if cut < index_end(checkpoint):
         return []
     storages = {storage.id: storage for storage in checkpoint.storages}
     ends = ((t.name, t.nbytes, [end_of(part, storages) for part in with_parts(t)]) for t in checkpoint.tensors)
-    found = sorted((name, nbytes) for name, nbytes, each in ends if max(each, default=0) <= cut)
-    return [name for name, _ in found] if any(nbytes for _, nbytes in found) else []
+    complete = sorted((name, nbytes) for name, nbytes, parts in ends if max(parts, default=0) <= cut)
+    return [name for name, _ in complete] if any(nbytes for _, nbytes in complete) else []
 
 
 def end_of(tensor: Tensor, storages: dict[str, Storage]) -> int:
-    """Where the last byte of a tensor ends in the file; 0 for one without bytes."""
+    """The offset after the last byte of a tensor; 0 for one without bytes."""
     storage = storages.get(tensor.storage or "")
     return (storage.offset or 0) + byte_span(tensor)[1] if storage is not None and tensor.numel else 0
 
 
 def index_end(checkpoint: Checkpoint) -> int:
-    """Where that part of a file ends which tells what is in it."""
+    """The offset after the index, the part of a file that lists its contents."""
     if checkpoint.format == "torch-legacy":
         return min(s.offset - 8 for s in checkpoint.storages if s.offset is not None)
     records = {record.name: record for record in checkpoint.records}
-    held = [records[name] for name in NEEDS.get(checkpoint.format, tuple(records)) if name in records]
-    return max((record.offset or 0) + record.stored for record in held)
+    index_records = [records[name] for name in NEEDS.get(checkpoint.format, tuple(records)) if name in records]
+    return max((record.offset or 0) + record.stored for record in index_records)
 
 
-def clear_of(end: int, cut: int) -> int:
-    """A cut that is not within what follows the index, of which it cannot always be told then whether it is whole."""
+def outside_descriptor(end: int, cut: int) -> int:
+    """A cut outside of the descriptor after the index: inside, it is not always known whether the index is complete."""
     return cut + DESCRIPTOR if end <= cut < end + DESCRIPTOR else cut
 
 
 def is_repaired(data: bytes, position: int, bit: int) -> bool:
-    """Whether a flipped bit is undone, and nothing else is done."""
+    """Whether a flipped bit is repaired, and nothing else is changed."""
     broken = bytearray(data)
     broken[position] ^= 1 << bit
     with ExitStack() as stack:
-        made = recover(BytesSource(bytes(broken)), stack)
-        if made is None or not made.exact or [(r.position, r.bits) for r in made.repairs] != [(position, (bit,))]:
+        fixed = recover(BytesSource(bytes(broken)), stack)
+        if fixed is None or not fixed.exact or [(r.position, r.bits) for r in fixed.repairs] != [(position, (bit,))]:
             return False
-        pieces = (made.source.read(at, 1 << 22) == data[at : at + (1 << 22)] for at in range(0, len(data), 1 << 22))
-        return made.source.size == len(data) and all(pieces)
+        pieces = (fixed.source.read(at, 1 << 22) == data[at : at + (1 << 22)] for at in range(0, len(data), 1 << 22))
+        return fixed.source.size == len(data) and all(pieces)
 
 
-def is_found(data: bytes, cut: int, checkpoint: Checkpoint) -> bool:
-    """Whether exactly the tensors are found that are before a cut."""
+def finds_all_before(data: bytes, cut: int, checkpoint: Checkpoint) -> bool:
+    """Whether exactly the tensors before a cut are found."""
     try:
-        made = rescue(data[:cut], dry_run=True)
+        report = rescue(data[:cut], dry_run=True)
     except TransloadError:
-        return not whole_at(checkpoint, cut)
-    found = [] if made.how == "nothing" else sorted(fate.name for fate in made.tensors if fate.state != "lost")
-    return found == whole_at(checkpoint, cut)
+        return not complete_before(checkpoint, cut)
+    found = [] if report.how == "nothing" else sorted(fate.name for fate in report.tensors if fate.state != "lost")
+    return found == complete_before(checkpoint, cut)
 
 
 def examine(name: str, data: bytes, places: int, rng: random.Random) -> Row:
-    """Flip and cut one file."""
+    """Flip bits in a file, and cut it."""
     checkpoint = inspect(data)
     flips = [(rng.randrange(len(data)), rng.randrange(8)) for _ in range(places)] if data[:2] == b"PK" else []
-    cuts = [clear_of(index_end(checkpoint), rng.randrange(1, len(data))) for _ in range(places)]
+    cuts = [outside_descriptor(index_end(checkpoint), rng.randrange(1, len(data))) for _ in range(places)]
     begin = time.process_time()
     repaired = [is_repaired(data, *flip) for flip in flips]
     between = time.process_time()
-    exact = [is_found(data, cut, checkpoint) for cut in cuts]
+    exact = [finds_all_before(data, cut, checkpoint) for cut in cuts]
     end = time.process_time()
-    for flip, good in zip(flips, repaired, strict=True):
-        if not good:
+    for flip, success in zip(flips, repaired, strict=True):
+        if not success:
             print(f"{name}: byte {flip[0]}, bit {flip[1]} was not repaired", file=sys.stderr)
-    for cut, good in zip(cuts, exact, strict=True):
-        if not good:
-            print(f"{name}: cut at byte {cut}, other tensors were found", file=sys.stderr)
-    each = 1e3 / max(1, places)
+    for cut, success in zip(cuts, exact, strict=True):
+        if not success:
+            print(f"{name}: cut at byte {cut}, the wrong tensors were found", file=sys.stderr)
+    ms_per_place = 1e3 / max(1, places)
     return Row(
         name,
         len(data),
@@ -142,20 +142,20 @@ def examine(name: str, data: bytes, places: int, rng: random.Random) -> Row:
         sum(repaired),
         len(cuts),
         sum(exact),
-        (between - begin) * each,
-        (end - between) * each,
+        (between - begin) * ms_per_place,
+        (end - between) * ms_per_place,
     )
 
 
 def main() -> int:
-    """Examine all files; 1 if anything was not rescued."""
+    """Test all files; return 1 if one was not rescued as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--places", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="files whose names have this in them; `large` is the one of 50 MB")
+    parser.add_argument("--only", default="", help="only files whose names contain this; `large` is the one of 50 MB")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rng = random.Random(options.seed)  # noqa: S311 - no secret
+    rng = random.Random(options.seed)  # noqa: S311 - not for cryptography
     rows: list[Row] = []
     for path in sorted((*ROOT.glob("h200/*"), *ROOT.glob("torch-releases/*/*"))):
         name = f"{path.parent.name}/{path.name}"
@@ -166,12 +166,12 @@ def main() -> int:
         rows.append(examine("large", large(), options.places, rng))
         show(rows[-1], as_json=options.json)
     total = [sum(getattr(row, field) for row in rows) for field in ("repaired", "flips", "exact", "cuts")]
-    print("{:,} of {:,} flipped bits undone; {:,} of {:,} cuts with exactly the right tensors".format(*total))
+    print("{:,} of {:,} flipped bits repaired; {:,} of {:,} cuts with exactly the right tensors".format(*total))
     return int(total[0] != total[1] or total[2] != total[3])
 
 
 def show(row: Row, *, as_json: bool) -> None:
-    """One line for a file."""
+    """Print one line for a file."""
     if as_json:
         print(json.dumps(vars(row)), flush=True)
         return

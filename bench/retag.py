@@ -1,9 +1,9 @@
-"""Measure how long it takes to change the tags of a file of 10 MB and of 10 GB, also with torch.load and torch.save.
+"""Measure how long it takes to change the device tags in files of 10 MB and 10 GB, also with torch.load and torch.save.
 
     python bench/retag.py [--json] [--repeat N]
 
-Each retag ends with its bytes on the disk; so does each rewrite. All contenders take turns, each time from ``cuda:0``
-to ``cpu``. The large file is sparse: its numbers take no room on the disk, and nothing reads them. Needs torch.
+Each retag and each rewrite ends with its bytes on the disk. All contenders take turns, each time from ``cuda:0``
+to ``cpu``. The large file is sparse: its data take no disk space, and nothing reads them. Needs torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 
 if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
-    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+    del sys.path[0]  # or `import inspect` would find the file next to this one
 
 import argparse
 import io
@@ -38,14 +38,14 @@ GOAL = 1.2
 
 
 class Storage:
-    """Stands for a storage on a GPU."""
+    """Stands in for a storage on a GPU."""
 
     def __init__(self, key: int, numel: int) -> None:
         self.id = str(key), numel
 
 
 class Tensor:
-    """Stands for a tensor of one dimension."""
+    """Stands in for a one-dimensional tensor."""
 
     def __init__(self, key: int, numel: int) -> None:
         self.key, self.numel = key, numel
@@ -58,7 +58,7 @@ class Tensor:
 
 
 class Pickler(pickle.Pickler):
-    """Writes ids as torch does."""
+    """Writes persistent ids as torch does."""
 
     def persistent_id(self, obj: Any) -> Any:
         """The id of a storage."""
@@ -66,19 +66,19 @@ class Pickler(pickle.Pickler):
             return None
         from torch import FloatStorage
 
-        key, numel = obj.id  # the text of the tag is a new one each time, as in torch
+        key, numel = obj.id  # a new string for every tag, as in torch
         return "storage", FloatStorage, key, str.format("cuda:{}", 0), numel
 
 
 def write(path: Path, tensors: int, nbytes: int) -> Path:
-    """A checkpoint with so many tensors, which are holes in the file: zeros that take no room."""
-    held = io.BytesIO()
-    Pickler(held, 2).dump({f"layers.{key}.weight": Tensor(key, nbytes // 4) for key in range(tensors)})
-    records = {b"data.pkl": held.getvalue(), b"byteorder": b"little"}
+    """Write a checkpoint whose tensors are holes in the file: zeros that take no disk space."""
+    stream = io.BytesIO()
+    Pickler(stream, 2).dump({f"layers.{key}.weight": Tensor(key, nbytes // 4) for key in range(tensors)})
+    records = {b"data.pkl": stream.getvalue(), b"byteorder": b"little"}
     records |= {f"data/{key}".encode(): None for key in range(tensors)}  # type: ignore[dict-item]
     records |= {b"version": b"3\n"}
     zeros = zlib.crc32(bytes(nbytes))
-    lines: list[bytes] = []
+    entries: list[bytes] = []
     with path.open("wb") as file:
         for name, data in records.items():
             offset, size = file.tell(), nbytes if data is None else len(data)
@@ -86,33 +86,33 @@ def write(path: Path, tensors: int, nbytes: int) -> Path:
             file.write(local_header(b"model/" + name, size, offset))
             file.seek(size, 1) if data is None else file.write(data)
             file.write(descriptor(size, crc, offset))
-            lines.append(central_entry(b"model/" + name, size, crc, offset))
-        directory = b"".join(lines)
-        file.write(directory + end_of_archive(len(lines), file.tell(), len(directory)))
+            entries.append(central_entry(b"model/" + name, size, crc, offset))
+        directory = b"".join(entries)
+        file.write(directory + end_of_archive(len(entries), file.tell(), len(directory)))
         file.flush()
         os.fsync(file.fileno())
     return path
 
 
 def retagged(path: Path) -> None:
-    """The way measured here."""
+    """Change the tags with transload."""
     assert retag(path, "cpu").method == "patch"
 
 
 def rewritten(path: Path) -> None:
-    """The usual way, made as safe: beside, flushed, renamed."""
+    """The usual way, made as safe: write a new file, flush it, rename it."""
     import torch
 
-    beside = path.with_suffix(".new")
-    torch.save(torch.load(path, map_location="cpu"), beside)
-    with beside.open("rb") as file:
+    new = path.with_suffix(".new")
+    torch.save(torch.load(path, map_location="cpu"), new)
+    with new.open("rb") as file:
         os.fsync(file.fileno())
-    beside.replace(path)
+    new.replace(path)
 
 
 @dataclass
 class Row:
-    """One contender on one file: seconds in the middle and at best, and of the processor."""
+    """One contender on one file: median and best time, and CPU time, in seconds."""
 
     what: str
     megabytes: float
@@ -123,7 +123,7 @@ class Row:
 
 
 def main() -> int:
-    """Make the files, measure, print."""
+    """Write the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeat", type=int, default=15, help="runs of each contender (default 15)")
@@ -135,7 +135,7 @@ def main() -> int:
 
 
 def measure(folder: Path, repeat: int) -> list[Row]:
-    """Every contender in turn."""
+    """Run every contender in turn."""
     contenders: list[tuple[str, Path, int, Callable[[Path], None], int]] = []
     for name, tensors, nbytes, rounds in (
         ("small", TENSORS, 100_000, repeat),
@@ -143,36 +143,36 @@ def measure(folder: Path, repeat: int) -> list[Row]:
         ("many", 20_000, 256, max(1, repeat // 5)),
     ):
         contenders.append(("retag", write(folder / f"{name}.pt", tensors, nbytes), tensors, retagged, rounds))
-        if name != "large":  # for which there may be no room
+        if name != "large":  # for which the disk may be too small
             path = write(folder / f"{name}-rewritten.pt", tensors, nbytes)
             contenders.append(("torch.load + torch.save", path, tensors, rewritten, rounds))
-    times: dict[int, list[tuple[float, float]]] = {place: [] for place in range(len(contenders))}
+    times: dict[int, list[tuple[float, float]]] = {index: [] for index in range(len(contenders))}
     for turn in range(repeat):
-        for place, (_, path, _, work, rounds) in enumerate(contenders):
+        for index, (_, path, _, work, rounds) in enumerate(contenders):
             if turn < rounds:
-                times[place].append(timed(path, work))
-    return [row(*contenders[place][:3], seen) for place, seen in times.items()]
+                times[index].append(timed(path, work))
+    return [row(*contenders[index][:3], runs) for index, runs in times.items()]
 
 
 def timed(path: Path, work: Callable[[Path], None]) -> tuple[float, float]:
-    """Seconds on the clock and of the processor, with the tags back to ``cuda:0`` afterwards."""
+    """Wall time and CPU time in seconds; sets the tags back to ``cuda:0`` afterwards."""
     wall, processor = time.perf_counter(), time.process_time()
     work(path)
-    taken = time.perf_counter() - wall, time.process_time() - processor
+    times = time.perf_counter() - wall, time.process_time() - processor
     assert {storage.device for storage in inspect(path).storages} == {"cpu"}
     retag(path, "cuda:0")
-    return taken
+    return times
 
 
-def row(what: str, path: Path, tensors: int, seen: list[tuple[float, float]]) -> Row:
-    """The middle and the best of some runs."""
-    walls, processors = zip(*seen, strict=True)
+def row(what: str, path: Path, tensors: int, times: list[tuple[float, float]]) -> Row:
+    """The median and the best of some runs."""
+    walls, processors = zip(*times, strict=True)
     megabytes = path.stat().st_size / 1e6
     return Row(what, megabytes, tensors, statistics.median(walls), min(walls), statistics.median(processors))
 
 
 def ratio(rows: list[Row]) -> float:
-    """The large file against the small one."""
+    """The time for the large file relative to the small one."""
     small, large = (next(r for r in rows if r.what == "retag" and low < r.megabytes < high) for low, high in SIZES)
     return large.seconds / small.seconds
 
@@ -181,16 +181,16 @@ SIZES = ((5, 15), (1_000, 100_000))
 
 
 def show(rows: list[Row], *, as_json: bool) -> None:
-    """The table, or one JSON object with the machine it was measured on."""
+    """Print the table, or one JSON object with the machine."""
     machine = {"python": platform.python_version(), "cores": os.cpu_count(), "system": platform.system()}
     if as_json:
         out = {"schema": 1, "machine": machine, "ratio": ratio(rows), "rows": [vars(row) for row in rows]}
         print(json.dumps(out, indent=1))
         return
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    for each in rows:
-        size = f"{each.megabytes:8,.0f} MB  {each.tensors:6,} tensors"
-        print(f"  {size}  {each.what:<24} {each.seconds * 1e3:8.1f} ms  best {each.best * 1e3:8.1f} ms")
+    for item in rows:
+        size = f"{item.megabytes:8,.0f} MB  {item.tensors:6,} tensors"
+        print(f"  {size}  {item.what:<24} {item.seconds * 1e3:8.1f} ms  best {item.best * 1e3:8.1f} ms")
     print(f"the large file takes {ratio(rows):.2f} times as long as the small one (goal: at most {GOAL})")
 
 

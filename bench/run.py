@@ -3,8 +3,8 @@
     python bench/run.py [--only NAME,…] [--jobs N]
 
 Each program prints numbers on its last line. On a machine with a GPU, ``python`` computes them there, and what
-``transload run`` prints with the GPU hidden must be close to them. Elsewhere most programs fail under ``python``, and
-only ``transload run`` runs them to the end. Programs whose libraries are not installed are left out, with a note.
+``transload run`` prints with the GPU hidden must be close to them. Without a GPU most programs fail under ``python``,
+and only ``transload run`` runs them to the end. Programs whose libraries are not installed are left out, with a note.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ TIMEOUT = 120  # seconds for one program
 
 
 class Program(NamedTuple):
-    """A script, what to run it with, and what it needs."""
+    """A script, its arguments, and what it needs."""
 
     text: str
     arguments: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    """Of ``transload run``."""
+    """Options of ``transload run``."""
     ranks: int = 0
-    """How many torchrun starts; 0 without it."""
+    """The number of processes that torchrun starts; 0 without torchrun."""
 
 
 MODEL = """
@@ -658,15 +658,15 @@ print(nn.functional.mse_loss(model.cpu()(x), y).item())
 def numbers(text: str) -> list[float]:
     """The numbers on the last line."""
     lines = text.strip().splitlines() or [""]
-    return [float(found) for found in re.findall(r"-?\d+\.?\d*(?:e[-+]?\d+)?", lines[-1])]
+    return [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e[-+]?\d+)?", lines[-1])]
 
 
 def run(program: Program, script: Path, *, ours: bool) -> subprocess.CompletedProcess[str]:
-    """Run it in its folder, with or without us. One that does not end has failed."""
+    """Run a program in its folder, with or without transload. A timeout is a failure."""
     front = ["-m", "transload", "run", *program.options] if ours else []
     if program.ranks:
         front = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={program.ranks}", *front]
-    # Nothing is downloaded; without a network the libraries would try for minutes.
+    # No downloads: without a network the libraries would try for minutes.
     env = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -685,7 +685,7 @@ def run(program: Program, script: Path, *, ours: bool) -> subprocess.CompletedPr
 
 
 def run_both(program: Program) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
-    """Run it without us, and with us."""
+    """Run a program without transload, and with it."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "program.py"
         script.write_text(program.text, encoding="utf-8")
@@ -693,14 +693,14 @@ def run_both(program: Program) -> tuple[subprocess.CompletedProcess[str], subpro
 
 
 def close(theirs: list[float], ours: list[float]) -> bool:
-    """Whether both printed the same, to the tolerance."""
+    """Whether both printed the same numbers, within the tolerance."""
     return len(theirs) == len(ours) and all(
         math.isclose(a, b, rel_tol=TOLERANCE, abs_tol=TOLERANCE / 10) for a, b in zip(theirs, ours, strict=True)
     )
 
 
 def main() -> int:
-    """Run all of them; 1 if one fails under us, or computes something else."""
+    """Run all programs; return 1 if one fails under transload, or computes something else."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="how many programs run at the same time")
@@ -710,7 +710,7 @@ def main() -> int:
     bad = False
     chosen = []
     for name, program in PROGRAMS.items():
-        missing = [each for each in program.needs if find_spec(each) is None]
+        missing = [module for module in program.needs if find_spec(module) is None]
         if missing:
             print(f"{name:36} left out: {', '.join(missing)} is not installed")
         elif not only or name in only:
@@ -720,16 +720,16 @@ def main() -> int:
         tally["tried"] += 1
         tally["python"] += theirs.returncode == 0
         tally["ours"] += ours.returncode == 0
-        words = "runs" if ours.returncode == 0 else f"fails: {(ours.stderr.strip().splitlines() or [''])[-1][:120]}"
+        text = "runs" if ours.returncode == 0 else f"fails: {(ours.stderr.strip().splitlines() or [''])[-1][:120]}"
         bad |= ours.returncode != 0
         if theirs.returncode == 0 == ours.returncode:
             tally["compared"] += 1
-            found = numbers(theirs.stdout), numbers(ours.stdout)
-            bad |= not close(*found)
-            words += f"; python {found[0]}, ours {found[1]}" + ("" if close(*found) else "  DIFFERENT")
-        print(f"{name:36} python {'runs ' if theirs.returncode == 0 else 'fails'}  transload run {words}", flush=True)
+            results = numbers(theirs.stdout), numbers(ours.stdout)
+            bad |= not close(*results)
+            text += f"; python {results[0]}, ours {results[1]}" + ("" if close(*results) else "  DIFFERENT")
+        print(f"{name:36} python {'runs ' if theirs.returncode == 0 else 'fails'}  transload run {text}", flush=True)
     print(
-        f"\n{tally['tried']} programs: {tally['python']} run under python here, {tally['ours']} under transload run "
+        f"\n{tally['tried']} programs: {tally['python']} run under python, {tally['ours']} under transload run "
         f"without a GPU; numbers compared in {tally['compared']}"
     )
     return int(bad)

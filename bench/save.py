@@ -1,4 +1,4 @@
-"""Measure how long it takes to save, and how much memory: each saver in its own process, in turn; ratios.
+"""Measure the time and memory that it takes to save: ratios, each saver in its own process, in turn.
 
     python bench/save.py [--json] [--megabytes N] [--small N] [--repeat N] [--folder DIR] [--device cuda]
 
@@ -15,7 +15,7 @@ import os
 import sys
 
 if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
-    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+    del sys.path[0]  # or `import inspect` would find the file next to this one
 
 import argparse
 import json
@@ -32,9 +32,9 @@ import torch
 import transload.saving
 case, count, numel, device, path, saver, runs = sys.argv[1:]
 torch.manual_seed(0)
-made = torch.rand(int(count) * int(numel), device=device).split(int(numel))
-value = {f"layers.{number}.weight": part.clone() for number, part in enumerate(made)}
-del made
+parts = torch.rand(int(count) * int(numel), device=device).split(int(numel))
+value = {f"layers.{number}.weight": part.clone() for number, part in enumerate(parts)}
+del parts
 if device != "cpu":
     torch.cuda.synchronize()
 
@@ -70,7 +70,7 @@ def limit():
         os.unlink(path)
         os.sync()
     begun = time.perf_counter()
-    direct = os.O_DIRECT if past_the_cache else 0
+    direct = os.O_DIRECT if bypasses_cache else 0
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | direct, 0o666)
     os.posix_fallocate(descriptor, 0, nbytes)
 
@@ -87,7 +87,7 @@ def limit():
     os.close(descriptor)
     return time.perf_counter() - begun
 
-def takes_direct():
+def supports_direct():
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o666))
         return True
@@ -107,7 +107,7 @@ class Watch(threading.Thread):
         while not self.over.wait(0.005):
             self.peak = max(self.peak, resident())
 
-past_the_cache = takes_direct()
+bypasses_cache = supports_direct()
 save = globals()[saver]
 first = Watch()
 first.start()
@@ -115,21 +115,21 @@ save()
 first.over.set()
 first.join()
 if saver != "limit":
-    found = torch.load(path, map_location=device)
-    assert list(found) == list(value)
-    assert all(torch.equal(found[name], value[name]) for name in value)
-    del found
+    loaded = torch.load(path, map_location=device)
+    assert list(loaded) == list(value)
+    assert all(torch.equal(loaded[name], value[name]) for name in value)
+    del loaded
 for _ in range(int(runs)):
     gc.collect()
     os.sync()
     watch = Watch()
     watch.start()
     begun, used = time.perf_counter(), time.process_time()
-    told = save()
+    measured = save()
     seconds, cpu = time.perf_counter() - begun, time.process_time() - used
     watch.over.set()
     watch.join()
-    print("run", told or seconds, cpu, max(watch.peak - watch.before, first.peak - first.before), flush=True)
+    print("run", measured or seconds, cpu, max(watch.peak - watch.before, first.peak - first.before), flush=True)
 """
 
 TORCH, OURS, LIMIT = "by_torch", "by_transload", "limit"
@@ -138,7 +138,7 @@ NAMES = {
     "by_torch_pinned": "torch.save, pinned + fsync",
     OURS: "transload.save",
     "by_transload_in_the_background": "transload.save_async().result()",
-    LIMIT: "limit: what the disk takes",
+    LIMIT: "limit: the disk alone",
 }
 
 
@@ -152,11 +152,11 @@ class Row:
     cpu: float
     peak: float
     called: float
-    """Until a save in the background let the program go on; 0 for the others."""
+    """Seconds until ``save_async`` returned; 0 for the others."""
 
 
 def main() -> int:
-    """Measure, print, and say whether the goals are met."""
+    """Measure, print, and return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--megabytes", type=int, default=4000, help="size of the large case (default 4000)")
@@ -181,11 +181,11 @@ def main() -> int:
 
 
 def measure(case: str, count: int, numel: int, options: argparse.Namespace, path: Path) -> list[Row]:
-    """Every saver in turn, some rounds of it."""
+    """Run every saver in turn, for some rounds."""
     savers = [name for name in NAMES if options.device != "cpu" or name != "by_torch_pinned"]
     if case == "small":
-        savers.remove(LIMIT)  # of so few bytes it says nothing
-    seen: dict[str, list[tuple[float, ...]]] = {name: [] for name in savers}
+        savers.remove(LIMIT)  # meaningless for so few bytes
+    results: dict[str, list[tuple[float, ...]]] = {name: [] for name in savers}
     for _ in range(options.repeat):
         for saver in savers:
             runs = "2" if case == "large" else "5"
@@ -203,34 +203,36 @@ def measure(case: str, count: int, numel: int, options: argparse.Namespace, path
             ]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
             called = [float(line.split()[1]) for line in out if line.startswith("called")][1:]
-            taken = [tuple(map(float, line.split()[1:])) for line in out if line.startswith("run")]
-            seen[saver] += [(*each, called[number] if called else 0.0) for number, each in enumerate(taken)]
-    middle = {name: [statistics.median(column) for column in zip(*runs, strict=True)] for name, runs in seen.items()}
-    return [Row(case, name, *values) for name, values in middle.items()]
+            times = [tuple(map(float, line.split()[1:])) for line in out if line.startswith("run")]
+            results[saver] += [(*values, called[number] if called else 0.0) for number, values in enumerate(times)]
+    medians = {
+        name: [statistics.median(column) for column in zip(*runs, strict=True)] for name, runs in results.items()
+    }
+    return [Row(case, name, *values) for name, values in medians.items()]
 
 
 def goals(rows: list[Row], device: str) -> list[tuple[str, float, float]]:
-    """What is claimed: a ratio, and the least it shall be."""
-    found = {(row.case, row.saver): row for row in rows}
+    """The claims: what is compared, the ratio, and its lower bound."""
+    by_name = {(row.case, row.saver): row for row in rows}
 
-    def times(case: str) -> float:
-        return found[case, TORCH].seconds / found[case, OURS].seconds
+    def speedup(case: str) -> float:
+        return by_name[case, TORCH].seconds / by_name[case, OURS].seconds
 
-    least = {"large": 1.0 if device == "cpu" else 2.0, "small": 3.0}
+    bounds = {"large": 1.0 if device == "cpu" else 2.0, "small": 3.0}
     cases = sorted({row.case for row in rows})
-    out = [(f"{case}: torch.save / transload.save", times(case), least[case]) for case in cases]
+    out = [(f"{case}: torch.save / transload.save", speedup(case), bounds[case]) for case in cases]
     if device != "cpu" and "large" in cases:
-        limit = found["large", LIMIT].seconds
-        out.append(("large: limit / transload.save", limit / found["large", OURS].seconds, 1 / 1.15))
+        limit = by_name["large", LIMIT].seconds
+        out.append(("large: limit / transload.save", limit / by_name["large", OURS].seconds, 1 / 1.15))
     return out
 
 
 def show(rows: list[Row], options: argparse.Namespace) -> int:
-    """Print the table, or JSON; 1 if a goal is missed."""
-    told = goals(rows, options.device)
+    """Print the table, or JSON; return 1 if a goal is missed."""
+    claims = goals(rows, options.device)
     if options.json:
-        named = [{"what": what, "ratio": ratio, "goal": goal} for what, ratio, goal in told]
-        print(json.dumps({"schema": 1, "rows": [asdict(row) for row in rows], "goals": named}))
+        as_dicts = [{"what": what, "ratio": ratio, "goal": goal} for what, ratio, goal in claims]
+        print(json.dumps({"schema": 1, "rows": [asdict(row) for row in rows], "goals": as_dicts}))
     else:
         print(
             f"{platform.machine()}, {os.cpu_count()} processors, {options.megabytes} MB, {options.small} small tensors"
@@ -241,9 +243,9 @@ def show(rows: list[Row], options: argparse.Namespace) -> int:
             called = f"{row.called:13.3f} s" if row.called else ""
             numbers = f"{row.seconds:8.3f} {speed} {row.cpu:7.3f} {row.peak / 1e6:8.1f} {called}"
             print(f"{row.case:6} {NAMES[row.saver]:34} {numbers}")
-        for what, ratio, goal in told:
+        for what, ratio, goal in claims:
             print(f"{what}: {ratio:.2f} (goal {goal:.2f}{'' if ratio >= goal else ', missed'})")
-    return int(any(ratio < goal for _, ratio, goal in told))
+    return int(any(ratio < goal for _, ratio, goal in claims))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Measure how fast every byte of a checkpoint is compared with its checksum, in GB/s, next to reading and other tools.
+"""Measure how fast the checksums of a checkpoint are verified, in GB/s, compared with plain reading and other tools.
 
     python bench/verify.py [--json] [--gb N] [--repeat N] [--folder DIR]
 
 The file is in the page cache. ``plain read`` is one thread that reads it into a buffer of a megabyte and does nothing
-with it. All contenders take turns; commands are whole processes, including their start. The file has a hundred records,
-a single one, or twenty thousand small ones. Needs neither torch nor anything else; ``sha256sum`` is left out if it does
-not exist.
+with it. All contenders take turns; commands are measured with the start of their process. The file has a hundred
+records, a single one, or twenty thousand small ones. Needs no other package; ``sha256sum`` is left out if it does not
+exist.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import sys
 
 if sys.path[0] and sys.path[0] == __file__.rpartition(os.sep)[0]:
-    del sys.path[0]  # or the standard library's `inspect` would be the file beside this one
+    del sys.path[0]  # or `import inspect` would find the file next to this one
 
 import argparse
 import json
@@ -38,7 +38,7 @@ from transload.verifying import verify
 GOAL = 2.0
 LARGE = ("100 records", "one record")
 NUMBERS = bytearray(os.urandom(1 << 20))
-NUMBERS[3::4] = b"\x3c\xbd\x3d\xbc" * (len(NUMBERS) // 16)  # floats about as large as weights are
+NUMBERS[3::4] = b"\x3c\xbd\x3d\xbc" * (len(NUMBERS) // 16)  # floats of about the size of weights
 NOISE = bytes(NUMBERS)
 
 
@@ -51,15 +51,15 @@ def index(tensors: int, numel: int) -> bytes:
     for key in range(tensors):
         storage = Persistent(("storage", kind, str(key), "cpu", numel), 0)
         hooks = Call(ordered, (), "reduce", 0)
-        args = (storage, 0, tuple([numel]), tuple([1]), False, hooks)  # noqa: C409 - a new one each, as in torch
+        args = (storage, 0, tuple([numel]), tuple([1]), False, hooks)  # noqa: C409 - new objects, as in torch
         root.items += [f"layers.{key}.weight", Call(rebuild, args, "reduce", 0)]
     return dumps(root)
 
 
 def write(path: Path, tensors: int, nbytes: int) -> Path:
-    """A checkpoint with so many tensors of noise."""
+    """Write a checkpoint with this number of tensors of noise."""
     nbytes -= nbytes % 4
-    lines: list[bytes] = []
+    entries: list[bytes] = []
     with path.open("wb") as file:
 
         def add(name: str, size: int, crc: int, pieces: list[bytes]) -> None:
@@ -67,21 +67,21 @@ def write(path: Path, tensors: int, nbytes: int) -> Path:
             file.write(local_header(name.encode(), size, offset))
             file.writelines(pieces)
             file.write(descriptor(size, crc, offset))
-            lines.append(central_entry(name.encode(), size, crc, offset))
+            entries.append(central_entry(name.encode(), size, crc, offset))
 
         pickle = index(tensors, nbytes // 4)
         add("model/data.pkl", len(pickle), zlib.crc32(pickle), [pickle])
-        crc = sum_of(nbytes)
+        crc = noise_crc32(nbytes)
         for key in range(tensors):
             add(f"model/data/{key}", nbytes, crc, [NOISE] * (nbytes // len(NOISE)) + [NOISE[: nbytes % len(NOISE)]])
         add("model/version", 2, zlib.crc32(b"3\n"), [b"3\n"])
-        directory = b"".join(lines)
-        file.write(directory + end_of_archive(len(lines), file.tell(), len(directory)))
+        directory = b"".join(entries)
+        file.write(directory + end_of_archive(len(entries), file.tell(), len(directory)))
     return path
 
 
-def sum_of(nbytes: int) -> int:
-    """The checksum of so much noise."""
+def noise_crc32(nbytes: int) -> int:
+    """The checksum of this number of bytes of noise."""
     crc, piece = 0, zlib.crc32(NOISE)
     for _ in range(nbytes // len(NOISE)):
         crc = crc32_combine(crc, piece, len(NOISE))
@@ -98,13 +98,13 @@ def read(path: Path) -> None:
 
 
 def verified(path: Path, *, hashes: bool = False, values: bool = False) -> None:
-    """The way measured here."""
-    found = verify(path, hashes=hashes, values=values)
-    assert found.integrity == "whole", found
+    """Verify with transload; the file must be intact."""
+    report = verify(path, hashes=hashes, values=values)
+    assert report.integrity == "whole", report
 
 
 def command(*arguments: str) -> Callable[[Path], None]:
-    """A whole process."""
+    """A contender that runs as a separate process."""
 
     def run(path: Path) -> None:
         subprocess.run([*arguments, str(path)], check=True, stdout=subprocess.DEVNULL)
@@ -114,7 +114,7 @@ def command(*arguments: str) -> Callable[[Path], None]:
 
 def contenders() -> dict[str, Callable[[Path], None]]:
     """Everything that is measured."""
-    found: dict[str, Callable[[Path], None]] = {
+    result: dict[str, Callable[[Path], None]] = {
         "plain read": read,
         "transload.verify": verified,
         "transload verify": command(sys.executable, "-m", "transload", "verify"),
@@ -123,12 +123,12 @@ def contenders() -> dict[str, Callable[[Path], None]]:
         "python -m zipfile -t": command(sys.executable, "-m", "zipfile", "-t"),
     }
     if shutil.which("sha256sum"):
-        found["sha256sum"] = command("sha256sum")
-    return found
+        result["sha256sum"] = command("sha256sum")
+    return result
 
 
 class Row(NamedTuple):
-    """One contender on one file: GB/s in the middle and at best."""
+    """One contender on one file: median and best speed in GB/s."""
 
     case: str
     what: str
@@ -137,32 +137,32 @@ class Row(NamedTuple):
 
 
 def measure(case: str, path: Path, repeat: int) -> list[Row]:
-    """Every contender in turn."""
+    """Run every contender in turn."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders()}
     size = path.stat().st_size
     read(path)
     for _ in range(repeat):
         for name, work in contenders().items():
-            begun = time.perf_counter()
+            start = time.perf_counter()
             work(path)
-            seconds[name].append(time.perf_counter() - begun)
-    middle = {name: statistics.median(seen) for name, seen in seconds.items()}
-    return [Row(case, name, size / middle[name] / 1e9, size / min(seen) / 1e9) for name, seen in seconds.items()]
+            seconds[name].append(time.perf_counter() - start)
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    return [Row(case, name, size / median[name] / 1e9, size / min(times) / 1e9) for name, times in seconds.items()]
 
 
 def ratio(rows: list[Row], case: str) -> float:
-    """How many times as long as a plain read verifying takes, each at its best: others may use the machine, too."""
+    """The time of verify relative to a plain read, both at their best, because others may use the machine."""
     speeds = {row.what: row.best for row in rows if row.case == case}
     return speeds["plain read"] / speeds["transload.verify"]
 
 
 def main() -> int:
-    """Make the files, measure, print."""
+    """Write the files, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--gb", type=float, default=1.0, help="size of the files (default 1)")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each contender (default 5)")
-    parser.add_argument("--folder", help="where to put the files (default: the system's place for such)")
+    parser.add_argument("--folder", help="where to write the files (default: the directory for temporary files)")
     options = parser.parse_args()
     rows: list[Row] = []
     total = int(options.gb * 1e9)
@@ -177,16 +177,16 @@ def main() -> int:
     return int(max(ratio(rows, case) for case in LARGE) > GOAL)
 
 
-def crc32_of() -> str:
-    """Whose checksum is used here."""
-    found = fastest_crc32()
-    module = found.__module__.partition(".")[0]
-    return found.__name__ if module == "transload" else module
+def crc32_name() -> str:
+    """The implementation of CRC-32 that is used."""
+    function = fastest_crc32()
+    module = function.__module__.partition(".")[0]
+    return function.__name__ if module == "transload" else module
 
 
 def show(rows: list[Row], *, as_json: bool) -> None:
-    """The table, or one JSON object with the machine it was measured on."""
-    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "crc32": crc32_of()}
+    """Print the table, or one JSON object with the machine."""
+    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "crc32": crc32_name()}
     cases = list(dict.fromkeys(row.case for row in rows))
     if as_json:
         ratios = {case: ratio(rows, case) for case in cases[:2]}

@@ -2,8 +2,8 @@
 
 Usage: python examples/demo.py
 
-It runs from the sources, installed or not. Without torch it shows what works without it. The exit code is 0 where
-transload did its work, also when the doctor finds a problem, and 1 where it did not.
+It runs from the sources, installed or not. Without torch it shows what works without it. The exit code is 0 if
+transload worked, even if the doctor finds a problem, and 1 if it failed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ RECORD = os.path.relpath(HERE / "model_cuda0.json")  # by `transload verify mode
 STYLE = style_of(sys.stdout)
 INDENT = "    "
 WIDTH = min(shutil.get_terminal_size().columns, 120) - len(INDENT)
-MOST_LINES = 16  # of one report
+MAX_LINES = 16  # of one report
 
 
 def main() -> int:
-    """Show every step; 1 if transload failed in one."""
+    """Show every step; return 1 if transload failed in one."""
     heading(1, "A checkpoint saved on a GPU, with plain torch.load")
     torch = import_torch()
     if torch is None:
@@ -51,40 +51,40 @@ def main() -> int:
         works = load(torch)
 
     heading(3, "What is in the file")
-    works &= run("inspect", FILE, most=11) == 0
+    works &= run("inspect", FILE, max_lines=11) == 0
 
     heading(4, "Does PyTorch work on this machine?")
-    python = typed(sys.executable)
+    python = short_path(sys.executable)
     code = run("doctor", "--python", python)
     works &= code in (0, 1)
     if code == 1:
         say("", "The doctor found a problem on this machine, and exits with 1.")
 
     installed = Path(sys.executable).with_name("transload")
-    program = typed(str(installed)) if installed.exists() else f"PYTHONPATH=src {python} -m transload"
+    program = short_path(str(installed)) if installed.exists() else f"PYTHONPATH=src {python} -m transload"
     print(f"\nNow your own file:  {program} inspect FILE" if works else "\ntransload failed above: that is a bug.")
     return int(not works)
 
 
 def import_torch() -> Any:
-    """Torch, or None and the reason on the screen."""
-    # torch says this once where numpy is not installed; nothing here uses numpy.
+    """Import torch; if that fails, print the error and return None."""
+    # torch warns once if numpy is not installed; the demo does not use numpy.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
     try:
         import torch
     except Exception as error:  # noqa: BLE001 - a broken torch may raise anything
-        say(">>> import torch", told(error))
+        say(">>> import torch", summary(error))
         return None
     return torch
 
 
 def plain_load(torch: Any) -> str:
-    """What torch.load answers."""
+    """The result of torch.load, as text."""
     try:
         state = torch.load(FILE)
-    except Exception as error:  # noqa: BLE001 - whatever it says is the result
-        return told(error)
-    return f"It loads: {landed(state)}."
+    except Exception as error:  # noqa: BLE001 - the error is the result
+        return summary(error)
+    return f"It loads: {count_by_device(state)}."
 
 
 def load(torch: Any) -> bool:
@@ -95,7 +95,7 @@ def load(torch: Any) -> bool:
         try:
             state = transload.load(FILE)
         except transload.TransloadError as error:
-            say(told(error))
+            say(summary(error))
             return False
     for warning in caught:
         say(f"{warning.category.__name__}: {warning.message}")
@@ -104,9 +104,9 @@ def load(torch: Any) -> bool:
     wrong = {name for name, tensor in state.items() if recorded.get(name) != checksum(torch, tensor)}
     wrong |= recorded.keys() - state.keys()
     if wrong:
-        say("", f"{landed(state)}: the values differ from {RECORD} in {', '.join(sorted(wrong))}.")
+        say("", f"{count_by_device(state)}: the values differ from {RECORD} in {', '.join(sorted(wrong))}.")
         return False
-    say("", mark(f"✓ {landed(state)}; their values match {RECORD} (SHA-256)"))
+    say("", mark(f"✓ {count_by_device(state)}; their values match {RECORD} (SHA-256)"))
     return True
 
 
@@ -119,8 +119,8 @@ def convert() -> bool:
         return run("verify", target, "--against", RECORD) == 0 and works
 
 
-def run(*arguments: str, most: int = MOST_LINES) -> int:
-    """Show a command of transload and what it prints, of a long report the first paragraphs; returns its exit code."""
+def run(*arguments: str, max_lines: int = MAX_LINES) -> int:
+    """Show a command of transload and its output, or the start of a long one; return the exit code."""
     print(INDENT + " ".join(("$ transload", *arguments)), flush=True)
     os.environ["COLUMNS"] = str(WIDTH)
     output = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
@@ -129,8 +129,8 @@ def run(*arguments: str, most: int = MOST_LINES) -> int:
     output.seek(0)
     lines = output.read().rstrip().splitlines()
     shown = len(lines)
-    if shown > most:
-        shown = max((number for number, line in enumerate(lines[: most + 1]) if not line), default=most)
+    if shown > max_lines:
+        shown = max((number for number, line in enumerate(lines[: max_lines + 1]) if not line), default=max_lines)
         lines[shown:] = ["", f"[{len(lines) - shown - 1} more lines]"]
     print(textwrap.indent("\n".join(lines), INDENT), flush=True)
     return code
@@ -141,36 +141,36 @@ def checksum(torch: Any, tensor: Any) -> str:
     return sha256(bytes(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).tolist())).hexdigest()
 
 
-def landed(state: dict[str, Any]) -> str:
-    """How many tensors are on which device."""
+def count_by_device(state: dict[str, Any]) -> str:
+    """The number of tensors on each device."""
     devices = Counter(str(tensor.device) for tensor in state.values())
     return ", ".join(f"{count} tensors on {device}" for device, count in devices.items())
 
 
-def told(error: Exception) -> str:
+def summary(error: Exception) -> str:
     """The name and the first line of an exception."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def typed(program: str) -> str:
-    """The path of a program, as short as it can be typed from this folder."""
+def short_path(program: str) -> str:
+    """The path of a program, relative to the current folder if it is inside."""
     near = os.path.relpath(program)
     return program if near.startswith("..") else near
 
 
 def heading(number: int, text: str) -> None:
-    """Begin a step."""
+    """Print the heading of a step."""
     line = f"{number}. {text}"
     print(f"\n\x1b[1m{line}\x1b[0m\n" if STYLE.colour else f"\n{line}\n", flush=True)
 
 
 def mark(text: str) -> str:
-    """In green, where there are colours."""
+    """The text in green, if the output has colours."""
     return f"\x1b[32m{text}\x1b[0m" if STYLE.colour else text
 
 
 def say(*paragraphs: str) -> None:
-    """Print text under a heading; long lines are folded."""
+    """Print indented text, with long lines wrapped."""
     for line in "\n".join(paragraphs).splitlines() or [""]:
         folded = textwrap.fill(line, WIDTH, break_on_hyphens=False)
         print(STYLE.text(textwrap.indent(folded, INDENT)), flush=True)

@@ -49,7 +49,7 @@ TABLE = """
 
 
 def main() -> int:
-    """Write the page, or with ``--check`` say whether it is up to date."""
+    """Write the page; with ``--check`` only return 1 if it is out of date."""
     if "--check" in sys.argv[1:]:
         return int(PAGE.read_text(encoding="utf-8") != page())
     PAGE.write_text(page(), encoding="utf-8")
@@ -57,17 +57,17 @@ def main() -> int:
 
 
 def page() -> str:
-    """The whole page."""
-    every = {name: getattr(transload, name) for name in sorted(vars(transload)["__all__"])}
-    functions = {name: each for name, each in every.items() if isinstance(each, FunctionType)}
-    classes = {name: each for name, each in every.items() if isinstance(each, type)}
-    classes |= {each.__name__: each for each in map(returned, functions.values()) if each is not None}
-    errors = {name: each for name, each in classes.items() if issubclass(each, BaseException)}
-    results = {name: each for name, each in sorted(classes.items()) if name not in errors}
+    """The complete page."""
+    public = {name: getattr(transload, name) for name in sorted(vars(transload)["__all__"])}
+    functions = {name: value for name, value in public.items() if isinstance(value, FunctionType)}
+    classes = {name: value for name, value in public.items() if isinstance(value, type)}
+    classes |= {value.__name__: value for value in map(returned, functions.values()) if value is not None}
+    errors = {name: value for name, value in classes.items() if issubclass(value, BaseException)}
+    results = {name: value for name, value in sorted(classes.items()) if name not in errors}
     lines = [HEAD, "## Functions\n", *map(function, functions.values())]
     lines += ["## What they return\n", *map(result, results.values())]
-    warnings = {name: each for name, each in errors.items() if issubclass(each, Warning)}
-    rows = [error(each) for name, each in errors.items() if name not in warnings]
+    warnings = {name: value for name, value in errors.items() if issubclass(value, Warning)}
+    rows = [error(value) for name, value in errors.items() if name not in warnings]
     lines.append(ERRORS + TABLE + "".join(rows) + WARNINGS + TABLE + "".join(map(error, warnings.values())))
     return "\n".join(lines)
 
@@ -75,81 +75,81 @@ def page() -> str:
 # -- one name ----------------------------------------------------------------------------------------------------------
 
 
-def function(each: Callable[..., Any]) -> str:
+def function(callee: Callable[..., Any]) -> str:
     """The section of a function."""
-    name = each.__name__
+    name = callee.__name__
     more = f"\nMore: [{PAGES[name].partition('#')[0]}]({PAGES[name]}).\n" if name in PAGES else ""
-    return f"### {name}\n\n```text\n{signature(each)}\n```\n\n{contract(each)}{more}"
+    return f"### {name}\n\n```text\n{signature(callee)}\n```\n\n{contract(callee)}{more}"
 
 
-def returned(each: Callable[..., Any]) -> type | None:
+def returned(callee: Callable[..., Any]) -> type | None:
     """The class of transload that a function returns, if it returns one."""
-    found = sys.modules[each.__module__].__dict__.get(str(inspect.signature(each).return_annotation))
-    return found if isinstance(found, type) and found.__module__.startswith("transload") else None
+    cls = sys.modules[callee.__module__].__dict__.get(str(inspect.signature(callee).return_annotation))
+    return cls if isinstance(cls, type) and cls.__module__.startswith("transload") else None
 
 
-def result(each: type) -> str:
-    """The section of a class: what it means, its fields, properties and methods."""
-    fields = [f"`{name}: {kind}`" for name, kind in fields_of(each)]
-    parts = [f"### {each.__name__}\n\n{contract(each)}"]
+def result(cls: type) -> str:
+    """The section of a class: its docstring, fields, properties and methods."""
+    fields = [f"`{name}: {kind}`" for name, kind in fields_of(cls)]
+    parts = [f"### {cls.__name__}\n\n{contract(cls)}"]
     if fields:
         parts.append(filled(f"Fields: {', '.join(fields)}.") + "\n")
-    methods = [f"- {line}" for line in members_of(each)]
+    methods = [f"- {line}" for line in members_of(cls)]
     return "\n".join([*parts, *methods, ""] if methods else parts)
 
 
-def error(each: type) -> str:
-    """The row of an error."""
+def error(cls: type) -> str:
+    """The row of an error or a warning in its table."""
     implied = (transload.TransloadError, Exception, BaseException, object)
-    own = [base.__name__ for base in each.__mro__[1:] if base not in implied and not base.__name__.startswith("_")]
-    return f"| `{each.__name__}` | {', '.join(f'`{name}`' for name in own)} | {first_words(each)} |\n"
+    bases = [base.__name__ for base in cls.__mro__[1:] if base not in implied and not base.__name__.startswith("_")]
+    return f"| `{cls.__name__}` | {', '.join(f'`{name}`' for name in bases)} | {first_paragraph(cls)} |\n"
 
 
-def fields_of(each: type) -> Iterator[tuple[str, str]]:
+def fields_of(cls: type) -> Iterator[tuple[str, str]]:
     """Names and types of the fields of a frozen class."""
-    if dataclasses.is_dataclass(each):
-        yield from ((field.name, plain(field.type)) for field in dataclasses.fields(each) if field.name[0] != "_")
-    elif hasattr(each, "_fields"):
-        kinds = {name: kind for base in each.__mro__ for name, kind in getattr(base, "__annotations__", {}).items()}
-        yield from ((name, plain(kinds.get(name, "Any"))) for name in each._fields)
+    if dataclasses.is_dataclass(cls):
+        yield from ((field.name, plain(field.type)) for field in dataclasses.fields(cls) if field.name[0] != "_")
+    elif hasattr(cls, "_fields"):
+        kinds = {name: kind for base in cls.__mro__ for name, kind in getattr(base, "__annotations__", {}).items()}
+        yield from ((name, plain(kinds.get(name, "Any"))) for name in cls._fields)
 
 
-def members_of(each: type) -> Iterator[str]:
+def members_of(cls: type) -> Iterator[str]:
     """Public properties and methods, except ``to_dict``, which every result has."""
-    ours = [base for base in each.__mro__ if base.__module__.startswith("transload.")]
-    own = {name: member for base in ours for name, member in vars(base).items()}
-    for name, member in own.items():
-        about = inspect.getdoc(member)
-        if name.startswith("_") or name == "to_dict" or about is None:
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("transload.")]
+    members = {name: member for base in bases for name, member in vars(base).items()}
+    for name, member in members.items():
+        doc = inspect.getdoc(member)
+        if name.startswith("_") or name == "to_dict" or doc is None:
             continue
         if isinstance(member, FunctionType):
-            yield filled(f"`{name}{short(member)}`: {first_words(member)}", 2)
+            yield filled(f"`{name}{argument_names(member)}`: {first_paragraph(member)}", 2)
         elif isinstance(member, property):
-            yield filled(f"`{name}`: {first_words(member)}", 2)
+            yield filled(f"`{name}`: {first_paragraph(member)}", 2)
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- text --------------------------------------------------------------------------------------------------------------
 
 
-def signature(each: Callable[..., Any]) -> str:
-    """How a function is called, with types, in lines that fit and break between arguments."""
-    own = inspect.signature(each)
-    head, lines = f"transload.{each.__name__}(", [""]
-    arguments = [plain(str(one)) for one in own.replace(return_annotation=own.empty).parameters.values()]
-    if star := next((at for at, one in enumerate(own.parameters.values()) if one.kind is one.KEYWORD_ONLY), 0):
+def signature(callee: Callable[..., Any]) -> str:
+    """The signature of a function with types, wrapped between its arguments."""
+    parsed = inspect.signature(callee)
+    head, lines = f"transload.{callee.__name__}(", [""]
+    arguments = [plain(str(item)) for item in parsed.replace(return_annotation=parsed.empty).parameters.values()]
+    if star := next((at for at, item in enumerate(parsed.parameters.values()) if item.kind is item.KEYWORD_ONLY), 0):
         arguments.insert(star, "*")
     for argument in arguments:
         if lines[-1] and len(head) + len(lines[-1]) + len(argument) > WIDTH - 3:
             lines.append("")
         lines[-1] += f"{argument}, "
     text = ("\n" + " " * len(head)).join(line.rstrip(" ") for line in lines).rstrip(",")
-    return f"{head}{text}) -> {plain(own.return_annotation)}"
+    return f"{head}{text}) -> {plain(parsed.return_annotation)}"
 
 
-def short(member: FunctionType) -> str:
-    """The arguments of a method, by name."""
-    own = [f"{'*' * (each.kind is each.VAR_POSITIONAL)}{name}" for name, each in parameters(member)]
-    return f"({', '.join(own)})"
+def argument_names(member: FunctionType) -> str:
+    """The names of the arguments of a method."""
+    names = [f"{'*' * (parameter.kind is parameter.VAR_POSITIONAL)}{name}" for name, parameter in parameters(member)]
+    return f"({', '.join(names)})"
 
 
 def parameters(member: FunctionType) -> list[tuple[str, inspect.Parameter]]:
@@ -158,42 +158,42 @@ def parameters(member: FunctionType) -> list[tuple[str, inspect.Parameter]]:
 
 
 def plain(kind: Any) -> str:
-    """A type, or a signature with types, as it is written in the source."""
+    """A type, or a parameter with its type, as written in the source."""
     text = kind if isinstance(kind, str) else getattr(kind, "__forward_arg__", getattr(kind, "__name__", "Any"))
     return re.sub(r": '([^']*)'", r": \1", str(text))
 
 
-def contract(each: Any) -> str:
-    """A docstring as Markdown; its examples as blocks that a test runs."""
-    parts = (inspect.getdoc(each) or "").split("\n\n")
-    if isinstance(each, type):  # their examples use private names, unless they call a function of transload
+def contract(documented: Any) -> str:
+    """A docstring as Markdown; examples become blocks that a test runs."""
+    parts = (inspect.getdoc(documented) or "").split("\n\n")
+    if isinstance(documented, type):  # examples of classes use private names, unless they call a function of transload
         parts = [part for part in parts if not part.startswith(">>> ") or "transload." in part]
-    shown = (example(part, each.__name__) if part.startswith(">>> ") else filled(part) for part in parts)
+    shown = (example(part, documented.__name__) if part.startswith(">>> ") else filled(part) for part in parts)
     return "\n\n".join(shown) + "\n"
 
 
 def example(part: str, name: str) -> str:
-    """An example as a user types it who has imported transload."""
+    """An example as typed by a user who has imported transload."""
     text = re.sub(r" *# doctest:.*", "", part)
     text = re.sub(rf"(?<![\w.]){name}\(", f"transload.{name}(", text)
     return f"```python\n{text}\n```"
 
 
 def filled(part: str, indent: int = 0) -> str:
-    """A paragraph of a docstring, in lines that fit; code stays on its line."""
-    text = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), " ".join(single(part).split()))
+    """A paragraph of a docstring, wrapped; inline code is not broken."""
+    text = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), " ".join(single_backticks(part).split()))
     lines = textwrap.wrap(text, WIDTH, break_long_words=False, break_on_hyphens=False)
     return ("\n" + " " * indent).join(lines).replace("\0", " ")
 
 
-def single(text: str) -> str:
+def single_backticks(text: str) -> str:
     """Turn the double backticks of reStructuredText into those of Markdown."""
     return re.sub(r"``([^`]+)``", r"`\1`", text)
 
 
-def first_words(each: Any) -> str:
+def first_paragraph(documented: Any) -> str:
     """The first paragraph of a docstring on one line."""
-    return " ".join(single((inspect.getdoc(each) or "").split("\n\n")[0]).split())
+    return " ".join(single_backticks((inspect.getdoc(documented) or "").split("\n\n")[0]).split())
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from transload.cli.main import main
 sys.exit(main())
 """
 
-# One date for every member: the same sources give the same archive, and a source older than zip's first year (1980,
-# which is what an unpacked image or a reproducible build may say) does not stop the build.
+# One date for every member, so that the same sources give the same archive, and a source dated before 1980, the first
+# year of zip (as in an unpacked image or a reproducible build), does not stop the build.
 MEMBER_TIME = 1_600_000_000
 
 

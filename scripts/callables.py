@@ -1,13 +1,13 @@
 """Write the table of callables that run code, open files or reach further names: ``src/transload/judge/callables.md``.
 
-    python scripts/callables.py            add what this Python, torch and numpy have to the table, and print counts
+    python scripts/callables.py            add the names of this Python, torch and numpy to the table, and print counts
     python scripts/callables.py --check    print the counts, and fail if a callable with a reason gets an allow line
 
 Every module of the standard library, of torch and of numpy that can be imported here is imported. Each name in it that
-can be called is looked up: functions, classes, methods of classes, and what is there only because the module imported
-it. A callable is listed, with a reason, if it is one of the sinks below, or if its bytecode, or that of a Python
-function that it calls, refers to a sink. That is a guess on the safe side, not a proof: a callable that is not listed
-is not trusted because of that, see ``judge.names``.
+can be called is examined: functions, classes, methods of classes, also those that the module only imports. A callable
+is listed, with a reason, if it is one of the sinks below, or if its bytecode, or that of a Python function that it
+calls, refers to a sink. That is a guess on the safe side, not a proof: a callable that is not listed is not trusted
+because of that, see ``judge.names``.
 
 The table has the last component of each name, once for each package. Names are added and never removed, so that a
 table written with several releases has the names of all. Imports print and warn: run this in a scratch directory.
@@ -44,12 +44,12 @@ KINDS = {
 }
 PACKAGES = ("stdlib", "torch", "numpy")
 
-# Modules that do something when they are imported, and tests, which classify() knows by their package.
+# Modules with side effects when imported, and tests, which classify() recognises by their package.
 SKIPPED = ("__main__", "antigravity", "idlelib", "test", "this", "turtledemo", "torch.utils.bottleneck.__main__")
 TESTS = frozenset({"test", "tests", "__main__", "gen_pyi"})
 TIMEOUT = 30
 
-# -- sinks: modules of which every function counts, single functions, and attributes of any object
+# -- sinks: modules whose functions all count, single functions, and attributes of any object
 
 CODE_MODULES = """
     _pickle code codeop ctypes imp importlib importlib._bootstrap importlib._bootstrap_external importlib.machinery
@@ -79,15 +79,17 @@ ATTRIBUTES = {
     "files": "mkdir open read_bytes read_text rmdir rmtree unlink write_bytes write_text",
     "names": "__globals__ __subclasses__ f_builtins",
 }
-IMPORTERS = frozenset({"import_module", "__import__", "find_spec"})  # harmless if the name is a constant
-# Methods of a class that loading an object of it can call.
-CALLED = "__new__ __init__ __post_init__ __setstate__ __del__ __setattr__ __setitem__ __hash__ __eq__ append extend"
+IMPORTERS = frozenset({"import_module", "__import__", "find_spec"})  # harmless if the name of the module is a constant
+# Methods of a class that loading an object can call.
+LOAD_METHODS = (
+    "__new__ __init__ __post_init__ __setstate__ __del__ __setattr__ __setitem__ __hash__ __eq__ append extend"
+)
 
 Chain = tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """A name that can be called, with the reasons against it."""
+    """A callable name, with the reasons why it is dangerous."""
 
     module: str
     name: str
@@ -135,7 +137,7 @@ def package_of(module: str) -> str:
 
 
 class Sinks:
-    """Objects that run code, open files or reach names, by identity."""
+    """Objects that run code, open files or reach further names, by identity."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[object, str]] = {}
@@ -143,44 +145,44 @@ class Sinks:
             for name in text.split():
                 self._module(name, kind)
         for name in ("os", "posix", "nt"):
-            for each, found in vars(sys.modules.get(name, builtins)).items():
-                if name in sys.modules and inspect.isroutine(found) and not each.startswith("_"):
-                    runs = each.startswith(("exec", "fork", "popen", "posix_spawn", "spawn", "startfile", "system"))
-                    if each not in HARMLESS_OS.split():
-                        self._add(found, "code" if runs else "files")
+            for attr, value in vars(sys.modules.get(name, builtins)).items():
+                if name in sys.modules and inspect.isroutine(value) and not attr.startswith("_"):
+                    runs = attr.startswith(("exec", "fork", "popen", "posix_spawn", "spawn", "startfile", "system"))
+                    if attr not in HARMLESS_OS.split():
+                        self._add(value, "code" if runs else "files")
         for kind, text in SINGLE.items():
             for full in text.split():
                 module, _, name = full.rpartition(".")
                 self._add(getattr(sys.modules.get(module), name, None), kind)
 
     def _module(self, name: str, kind: str) -> None:
-        for each, found in vars(sys.modules[name]).items() if name in sys.modules else ():
-            home = getattr(found, "__module__", name)
+        for attr, obj in vars(sys.modules[name]).items() if name in sys.modules else ():
+            home = getattr(obj, "__module__", name)
             own = home == name or home == name.partition(".")[0] or str(home).startswith(("_frozen", f"_{name}"))
-            value = isinstance(found, type) and issubclass(found, BaseException | tuple | int)
-            if callable(found) and own and not value and each not in IN_MEMORY.split() and not each.startswith("__"):
-                self._add(found, kind)
+            plain = isinstance(obj, type) and issubclass(obj, BaseException | tuple | int)
+            if callable(obj) and own and not plain and attr not in IN_MEMORY.split() and not attr.startswith("__"):
+                self._add(obj, kind)
 
-    def _add(self, found: object, kind: str) -> None:
-        if found is not None:
-            self._known.setdefault(id(found), (found, kind))
+    def _add(self, obj: object, kind: str) -> None:
+        if obj is not None:
+            self._known.setdefault(id(obj), (obj, kind))
 
-    def kind(self, found: object) -> str:
-        """The reason against an object; empty if there is none."""
-        known = self._known.get(id(found))
-        return known[1] if known and known[0] is found else ""
+    def kind(self, obj: object) -> str:
+        """The reason why an object is dangerous; empty if it is not."""
+        entry = self._known.get(id(obj))
+        return entry[1] if entry and entry[0] is obj else ""
 
 
-def _function(found: Any) -> types.FunctionType | None:
+def _function(obj: Any) -> types.FunctionType | None:
     """The Python function behind a callable."""
     for _ in range(10):
-        if isinstance(found, staticmethod | classmethod | types.MethodType):
-            found = found.__func__
-        elif isinstance(found, functools.partial):
-            found = found.func
-        elif isinstance(found, types.FunctionType) and "__wrapped__" in vars(found):
-            found = vars(found)["__wrapped__"]
-    return found if isinstance(found, types.FunctionType) else None
+        if isinstance(obj, staticmethod | classmethod | types.MethodType):
+            obj = obj.__func__
+        elif isinstance(obj, functools.partial):
+            obj = obj.func
+        elif isinstance(obj, types.FunctionType) and "__wrapped__" in vars(obj):
+            obj = vars(obj)["__wrapped__"]
+    return obj if isinstance(obj, types.FunctionType) else None
 
 
 @functools.cache
@@ -206,7 +208,7 @@ def _chains(code: types.CodeType) -> tuple[Chain, ...]:
         elif step.opname == "IMPORT_NAME":
             chain = ["import", name]
         elif step.opname == "IMPORT_FROM":
-            module = next((each for each in reversed(out) if each[0] == "import"), ("import", ""))
+            module = next((earlier for earlier in reversed(out) if earlier[0] == "import"), ("import", ""))
             out.append((*module[:2], name))
         elif step.opname.startswith("STORE_") and out and out[-1][0] == "import":
             imported[name] = out[-1]
@@ -219,24 +221,24 @@ def _chains(code: types.CodeType) -> tuple[Chain, ...]:
 
 
 def _resolved(chain: Chain, namespace: dict[str, Any]) -> Iterator[Any]:
-    """The objects along a chain, as far as it leads through modules and classes."""
+    """The objects along a chain, as long as they are attributes of modules and classes."""
     kind, first, *rest = chain
     if kind == "attribute":
         return
-    found = namespace.get(first, getattr(builtins, first, None)) if kind == "global" else sys.modules.get(first)
-    yield found
+    obj = namespace.get(first, getattr(builtins, first, None)) if kind == "global" else sys.modules.get(first)
+    yield obj
     for name in rest:
-        if isinstance(found, types.ModuleType):
-            found = vars(found).get(name)
-        elif isinstance(found, type):
-            found = inspect.getattr_static(found, name, None)
+        if isinstance(obj, types.ModuleType):
+            obj = vars(obj).get(name)
+        elif isinstance(obj, type):
+            obj = inspect.getattr_static(obj, name, None)
         else:
             return
-        yield found
+        yield obj
 
 
 class Reasons:
-    """Says why a callable is dangerous."""
+    """Determines why a callable is dangerous."""
 
     def __init__(self) -> None:
         self._sinks = Sinks()
@@ -246,66 +248,66 @@ class Reasons:
     def _of_bytecode(self, function: types.FunctionType) -> tuple[frozenset[str], list[types.FunctionType]]:
         if function not in self._direct:
             why: set[str] = set()
-            called = []
+            callees = []
             for chain in _chains(function.__code__):
                 why |= {self._attributes[name] for name in chain[1:] if name in self._attributes and len(chain) > 1}
-                for found in _resolved(chain, function.__globals__):
-                    why.add(self._sinks.kind(found))
-                    inner = _function(found)
+                for obj in _resolved(chain, function.__globals__):
+                    why.add(self._sinks.kind(obj))
+                    inner = _function(obj)
                     if inner is not None:
-                        called.append(inner)
-            self._direct[function] = frozenset(why - {""}), called
+                        callees.append(inner)
+            self._direct[function] = frozenset(why - {""}), callees
         return self._direct[function]
 
-    def of(self, found: Any) -> frozenset[str]:
-        """The reasons against a function or class: its own or, if a function has none, those of what it calls."""
-        if isinstance(found, type):
-            parts = [inspect.getattr_static(found, name, None) for name in CALLED.split()]
-            inherited = (frozenset({self._sinks.kind(base)} - {""}) for base in found.__mro__)
+    def of(self, obj: Any) -> frozenset[str]:
+        """Why a function or class is dangerous: its own reasons or, if a function has none, those of its callees."""
+        if isinstance(obj, type):
+            parts = [inspect.getattr_static(obj, name, None) for name in LOAD_METHODS.split()]
+            inherited = (frozenset({self._sinks.kind(base)} - {""}) for base in obj.__mro__)
             functions = (_function(part) for part in parts)
-            return frozenset().union(*inherited, *(self.of(each) for each in functions if each is not None))
-        own = frozenset({self._sinks.kind(found)} - {""})
-        function = _function(found)
-        if own or function is None:
-            return own
-        why, called = self._of_bytecode(function)
-        return why or frozenset().union(*(self._of_bytecode(each)[0] for each in called))
+            return frozenset().union(*inherited, *(self.of(function) for function in functions if function is not None))
+        reasons = frozenset({self._sinks.kind(obj)} - {""})
+        function = _function(obj)
+        if reasons or function is None:
+            return reasons
+        why, callees = self._of_bytecode(function)
+        return why or frozenset().union(*(self._of_bytecode(callee)[0] for callee in callees))
 
 
-def callables(roots: Iterable[str], wanted: Callable[[str, str], bool] | None = None) -> Iterator[Found]:
-    """Every callable in the modules that are imported, and every module among their attributes.
+def callables(roots: Iterable[str], selects: Callable[[str, str], bool] | None = None) -> Iterator[Found]:
+    """Every callable in the imported modules, and every module among their attributes.
 
-    ``wanted`` selects some of them, by module and name.
+    ``selects`` chooses some of them, by module and name.
     """
-    known, reasons = set(roots), Reasons()
-    for module, found in sorted(sys.modules.items()):
-        if module.partition(".")[0] not in known or not isinstance(found, types.ModuleType):
+    packages, reasons = set(roots), Reasons()
+    for module, value in sorted(sys.modules.items()):
+        if module.partition(".")[0] not in packages or not isinstance(value, types.ModuleType):
             continue
-        for name, kind, each in _called(module, found):
-            if wanted is None or wanted(module, name):
-                why = frozenset({"names"}) if kind == "module" else reasons.of(each)
+        for name, kind, obj in _members(module, value):
+            if selects is None or selects(module, name):
+                why = frozenset({"names"}) if kind == "module" else reasons.of(obj)
                 yield Found(module, name, kind, why)
 
 
-def _called(module: str, found: types.ModuleType) -> Iterator[tuple[str, str, Any]]:
-    for name, each in list(vars(found).items()):
-        if isinstance(each, types.ModuleType):
-            yield name, "module", each
-        elif isinstance(each, type):
-            yield name, "class", each
-            for inner, part in list(vars(each).items()) if each.__module__ == module else ():
+def _members(module: str, namespace: types.ModuleType) -> Iterator[tuple[str, str, Any]]:
+    for name, obj in list(vars(namespace).items()):
+        if isinstance(obj, types.ModuleType):
+            yield name, "module", obj
+        elif isinstance(obj, type):
+            yield name, "class", obj
+            for inner, part in list(vars(obj).items()) if obj.__module__ == module else ():
                 method = _function(part)
-                if method is not None and inner not in CALLED.split():
+                if method is not None and inner not in LOAD_METHODS.split():
                     yield f"{name}.{inner}", "method", method
-        elif inspect.isroutine(each) or isinstance(each, functools.partial):
-            yield name, "function", each
+        elif inspect.isroutine(obj) or isinstance(obj, functools.partial):
+            yield name, "function", obj
 
 
 # -- the table
 
 
 def write(table: dict[str, dict[str, set[str]]], releases: str) -> None:
-    """Write the page: each word with the first of its reasons."""
+    """Write the table: each word with the first of its reasons."""
     lines = [
         "# Names that run code, open files or reach further names, by package, reason and their last component",
         "",
@@ -314,15 +316,15 @@ def write(table: dict[str, dict[str, set[str]]], releases: str) -> None:
     for package in PACKAGES:
         lines += ["", f"## {package}", ""]
         known: set[str] = set()
-        for kind, said in KINDS.items():
-            words = f"- {said}: {' '.join(sorted(table[kind][package] - known))}"
-            lines += textwrap.wrap(words, 120, subsequent_indent="  ", break_on_hyphens=False)
+        for kind, description in KINDS.items():
+            line = f"- {description}: {' '.join(sorted(table[kind][package] - known))}"
+            lines += textwrap.wrap(line, 120, subsequent_indent="  ", break_on_hyphens=False)
             known |= table[kind][package]
     TABLE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main() -> int:
-    """Walk, count, and write."""
+    """Import all modules, write the table, and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
@@ -330,7 +332,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     roots = sorted({*sys.stdlib_module_names, "torch", "numpy", "functorch"} - set(SKIPPED))
     missing = [name for root in roots for name in _walk(root)]
-    found = list(callables(roots))
+    results = list(callables(roots))
 
     sys.path.insert(0, str(ROOT / "src"))
     from transload.judge import names
@@ -338,33 +340,37 @@ def main() -> int:
     if not check:
         written = names.tables("callables")
         table = {
-            kind: {each: {word for word, why in written[each].items() if why == said} for each in PACKAGES}
-            for kind, said in KINDS.items()
+            kind: {item: {word for word, why in written[item].items() if why == description} for item in PACKAGES}
+            for kind, description in KINDS.items()
         }
-        for each in found:
-            last = each.name.rpartition(".")[2]
-            if each.kind != "module" and not last.startswith("__") and not names.is_listed(each.module, each.name):
-                for kind in each.why:
-                    table[kind][package_of(each.module)].add(last)
+        for item in results:
+            last = item.name.rpartition(".")[2]
+            if item.kind != "module" and not last.startswith("__") and not names.is_listed(item.module, item.name):
+                for kind in item.why:
+                    table[kind][package_of(item.module)].add(last)
         numpy, torch = (sys.modules[name].__version__ for name in ("numpy", "torch"))
         write(table, f"Python {sys.version.partition(' ')[0]}, torch {torch} and numpy {numpy}")
         names.tables.cache_clear()
-    counts = Counter((package_of(each.module), each.kind) for each in found)
-    judged: Counter[tuple[str, str, str]] = Counter()
+    counts = Counter((package_of(item.module), item.kind) for item in results)
+    verdicts: Counter[tuple[str, str, str]] = Counter()
     wrong = []
-    for each in found:
-        if each.why:
-            verdict = names.classify(each.module, each.name)[0]
-            line = verdict != "dangerous" and names.can_be_allowed(each.module, each.name)
-            kind = "module" if each.kind == "module" else "callable"
-            judged[package_of(each.module), kind, "with an allow line" if line else verdict] += 1
-            wrong += [f"{each.module}.{each.name} ({', '.join(sorted(each.why))})"] if line else []
-    print(f"{len(found)} names in {len(sys.modules)} modules; {len(missing)} modules cannot be imported here")
+    for item in results:
+        if item.why:
+            verdict = names.classify(item.module, item.name)[0]
+            allowed = verdict != "dangerous" and names.can_be_allowed(item.module, item.name)
+            kind = "module" if item.kind == "module" else "callable"
+            verdicts[package_of(item.module), kind, "with an allow line" if allowed else verdict] += 1
+            wrong += [f"{item.module}.{item.name} ({', '.join(sorted(item.why))})"] if allowed else []
+    print(f"{len(results)} names in {len(sys.modules)} modules; {len(missing)} modules cannot be imported here")
     for package in PACKAGES:
         kinds = ", ".join(f"{counts[package, kind]} {kind}" for kind in ("function", "class", "method", "module"))
         print(f"{package}: {kinds}")
         for kind, reason in (("callable", "run code, open files or reach names"), ("module", "modules in modules")):
-            words = [f"{count} {said}" for (*of, said), count in sorted(judged.items()) if of == [package, kind]]
+            words = [
+                f"{count} {description}"
+                for (*group, description), count in sorted(verdicts.items())
+                if group == [package, kind]
+            ]
             print(f"  {reason}: {', '.join(words)}")
     print("\n".join(["with an allow line though there is a reason:", *wrong]) if wrong else "none gets an allow line")
     sys.stdout.flush()

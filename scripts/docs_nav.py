@@ -1,7 +1,7 @@
-"""The table of contents of the site that `make docs` builds: commands and causes are found, the rest is listed here.
+"""The table of contents of the site that `make docs` builds: commands and causes are detected, other pages listed here.
 
-A page of a command is one whose title is ``transload COMMAND``; the causes are those of docs/doctor/README.md, by
-layer. A page that is neither found nor listed stops the build.
+The title of the page of a command is ``transload COMMAND``; the causes are those of docs/doctor/README.md, by layer. A
+page that is neither detected nor listed stops the build.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ INSIDE = ("formats.md", "performance.md", "dependencies.md", "architecture.md", 
 
 
 def on_config(config: Any) -> Any:
-    """Called by the builder with its settings before anything else."""
+    """A hook that the builder calls first, with its settings."""
     config["nav"] = contents(DOCS)
     return config
 
 
 def contents(docs: Path) -> list[Entry]:
-    """The pages in the order in which to read them; a page without a name is called by its title."""
+    """The pages in reading order; a page without a name here is listed by its title."""
     return [
         {"Start here": "index.md"},
         {"Recipes": "recipes.md"},
@@ -40,7 +40,7 @@ def contents(docs: Path) -> list[Entry]:
 
 
 def commands(docs: Path) -> list[Entry]:
-    """The pages of commands by name."""
+    """The pages of commands, sorted by name."""
     return [path.name for path in sorted(docs.glob("*.md")) if title(path).startswith("transload ")]
 
 

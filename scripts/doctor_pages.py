@@ -1,4 +1,4 @@
-"""Write what the manual takes from the code: the list of causes, where each belongs, docs/doctor.schema.json.
+"""Write what the manual takes from the code: the list of causes, the layer of each, docs/doctor.schema.json.
 
 Usage: python scripts/doctor_pages.py [--check]
 """
@@ -44,7 +44,7 @@ What to do.
 
 
 def main() -> int:
-    """Write what is out of date, or with ``--check`` say whether anything is."""
+    """Write the files that are out of date; with ``--check`` only return 1 if there are any."""
     stale = {path: text for path, text in files().items() if text_of(path) != text}
     if "--check" in sys.argv[1:]:
         return int(bool(stale))
@@ -59,7 +59,7 @@ def text_of(path: Path) -> str:
 
 
 def files() -> dict[Path, str]:
-    """Every file with its expected text: the rule gives the second paragraph of a page, the rest is kept."""
+    """Every file with its expected text: the second paragraph of a page comes from its rule, the rest is kept."""
     paths = {code: DOCS / "doctor" / f"{code}.md" for code in BY_CODE}
     pages = {code: with_head(rule, text_of(paths[code])) for code, rule in BY_CODE.items()}
     return {
@@ -72,10 +72,10 @@ def files() -> dict[Path, str]:
 def index(pages: Mapping[str, str]) -> str:
     """The list of all causes by layer, with the titles of their pages."""
     lines = [INDEX]
-    for name, words in LAYERS.items():
-        own = sorted((rule for rule in BY_CODE.values() if rule.layer == name), key=lambda rule: rule.code)
-        lines += [f"## {words[0].upper()}{words[1:]}", "", "| code | cause |", "|---|---|"]
-        for rule in own:
+    for name, layer in LAYERS.items():
+        rules = sorted((rule for rule in BY_CODE.values() if rule.layer == name), key=lambda rule: rule.code)
+        lines += [f"## {layer[0].upper()}{layer[1:]}", "", "| code | cause |", "|---|---|"]
+        for rule in rules:
             mark = "" if rule.check is not None else "*"
             title = pages[rule.code].partition("\n")[0].partition(": ")[2]
             lines.append(f"| [{rule.code}]({rule.code}.md) | {mark}{title}{mark} |")
@@ -90,7 +90,7 @@ def with_head(rule: Rule, page: str) -> str:
 
 
 def certainty(rule: Rule) -> str:
-    """Where a cause belongs, and with what certainty the doctor names it."""
+    """The layer of a cause, and the certainty with which the doctor names it."""
     layer = f"Layer: {LAYERS[rule.layer]}."
     if rule.check is None:
         return f"{layer} The doctor cannot detect it: the facts of a machine do not show it."
@@ -104,23 +104,23 @@ def certainty(rule: Rule) -> str:
 
 def schema_text() -> str:
     """The JSON schema of ``transload doctor --json``, with the comment on each fact."""
-    return _dumped(schema()) + "\n"
+    return _to_json(schema()) + "\n"
 
 
-def _dumped(value: Any, indent: str = "") -> str:
+def _to_json(value: Any, indent: str = "") -> str:
     """JSON in which every value that fits on one line is on one line."""
     line = json.dumps(value, ensure_ascii=False)
     if len(indent) + len(line) <= WIDTH or not isinstance(value, dict):
         return line
     inside = f"{indent}  "
-    rows = (f"{inside}{json.dumps(key)}: {_dumped(each, inside)}" for key, each in value.items())
+    rows = (f"{inside}{json.dumps(key)}: {_to_json(item, inside)}" for key, item in value.items())
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
 
 
 def schema() -> dict[str, Any]:
     """The schema as data."""
     definitions: dict[str, Any] = {}
-    machine = _of(Machine, definitions)
+    machine = _schema_of(Machine, definitions)
     finding = {
         "code": {"type": "string", "pattern": "^[A-Z][0-9]{2}$"},
         "severity": {"enum": list(get_args(Severity))},
@@ -165,7 +165,7 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 _SIMPLE = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
-def _of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _schema_of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     """The schema of a type of ``transload.machine``; classes go into ``definitions``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind in _SIMPLE:
@@ -173,27 +173,27 @@ def _of(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, UnionType):
-        return {"anyOf": [_of(each, definitions) for each in arguments]}
+        return {"anyOf": [_schema_of(argument, definitions) for argument in arguments]}
     if origin is tuple:
-        return {"type": "array", "items": _of(arguments[0], definitions)}
+        return {"type": "array", "items": _schema_of(arguments[0], definitions)}
     if origin is dict:
-        return {"type": "object", "additionalProperties": _of(arguments[1], definitions)}
+        return {"type": "object", "additionalProperties": _schema_of(arguments[1], definitions)}
     if kind.__name__ not in definitions:
         definitions[kind.__name__] = {}  # a placeholder, in case the class refers to itself
-        definitions[kind.__name__] = _class(kind, definitions)
+        definitions[kind.__name__] = _class_schema(kind, definitions)
     return {"$ref": f"#/$defs/{kind.__name__}"}
 
 
-def _class(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _class_schema(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if kind is Unknown:
         reason = {"type": "string", "description": "why it could not be found out"}
-        return {"description": _first(kind.__doc__), **_object({"unknown": reason})}
-    hints, words = get_type_hints(kind), _comments(kind)
+        return {"description": _first_paragraph(kind.__doc__), **_object({"unknown": reason})}
+    hints, comments = get_type_hints(kind), _comments(kind)
     properties = {}
-    for each in fields(kind):
-        comment = {"description": words[each.name]} if each.name in words else {}
-        properties[each.name] = {**_of(hints[each.name], definitions), **comment}
-    return {"description": _first(kind.__doc__), **_object(properties)}
+    for field in fields(kind):
+        comment = {"description": comments[field.name]} if field.name in comments else {}
+        properties[field.name] = {**_schema_of(hints[field.name], definitions), **comment}
+    return {"description": _first_paragraph(kind.__doc__), **_object(properties)}
 
 
 def _comments(kind: Any) -> dict[str, str]:
@@ -201,16 +201,16 @@ def _comments(kind: Any) -> dict[str, str]:
     out: dict[str, str] = {}
     above: list[str] = []
     for line in inspect.getsource(kind).splitlines():
-        code, _, words = line.partition("# ")
+        code, _, comment = line.partition("# ")
         field = re.match(r"    (\w+): ", code)
-        above = [*above, words] if words else above
+        above = [*above, comment] if comment else above
         if field and above:
-            out[field[1]] = _first(" ".join(above))
-        above = above if words and not field else []
+            out[field[1]] = _first_paragraph(" ".join(above))
+        above = above if comment and not field else []
     return out
 
 
-def _first(text: object) -> str:
+def _first_paragraph(text: object) -> str:
     """The first paragraph of a docstring on one line."""
     return " ".join(inspect.cleandoc(str(text)).split("\n\n")[0].replace("``", "`").split())
 

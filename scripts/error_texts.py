@@ -3,10 +3,10 @@
 Usage: python scripts/error_texts.py [--every] [PATH...] > texts.jsonl
 
 A PATH is a wheel, a source distribution, an unpacked one, or a site-packages folder; the default is that of this
-Python. ``bench/explain.py`` gives the texts to ``explain``. Nothing is imported or run: Python is parsed for ``raise``
-and ``assert``, C++ for TORCH_CHECK and its relatives, Rust for the texts of errors, and compiled libraries are searched
-for sentences. A text has blanks, ``{}``, for what differs. Only files about loading, devices and processes count; with
-``--every``, all Python of any package: ``tests/explaining/unrelated_sources.txt`` has a part of that.
+Python. ``bench/explain.py`` passes the texts to ``explain``. Nothing is imported or run: Python is parsed for ``raise``
+and ``assert``, C++ for TORCH_CHECK and similar calls, Rust for error messages, and compiled libraries are searched for
+sentences. A text has blanks, ``{}``, for its values. Only files about loading, devices and processes count; with
+``--every``, all Python files of any package: ``tests/explaining/unrelated_sources.txt`` has a part of that.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ PROJECTS: dict[str, str] = {
         |(?:model_executor/model_loader|transformers_utils)/.*\.py|[^/]*\.py""",
     "nvidia/nccl": r"lib/libnccl\.so\.2",
 }
-"""By the name under which a project is imported: its files that count, below its folder."""
+"""For each project, by its import name: a pattern for the files that count, relative to its folder."""
 SKIPPED = re.compile(r"(?:^|/)(?:tests?|testing|_internal/test|benchmarks?|examples?)/|(?:^|/)(?:test_|conftest)")
 
 
 class Text(NamedTuple):
-    """A wording, with ``{}`` for its blanks: who says it, where, and as which exception."""
+    """An error text, with ``{}`` for its blanks: its project, file, line and exception."""
 
     project: str
     where: str
@@ -64,8 +64,8 @@ def main() -> int:
     """Print all texts."""
     paths = [path for path in sys.argv[1:] if path != "--every"]
     for path in paths or [sysconfig.get_paths()["platlib"]]:
-        for each in texts(Path(path), every="--every" in sys.argv):
-            print(json.dumps(each._asdict(), ensure_ascii=False))
+        for entry in texts(Path(path), every="--every" in sys.argv):
+            print(json.dumps(entry._asdict(), ensure_ascii=False))
     return 0
 
 
@@ -73,25 +73,25 @@ def texts(path: Path, *, every: bool = False) -> Iterator[Text]:
     """The error texts of a package, or of all packages in a folder; each once."""
     seen: set[tuple[str, str]] = set()
     for name, content in files(path):
-        place = project_of(name)
+        location = project_of(name)
         if every:
-            place = (name.partition("/")[0], name) if name.endswith(".py") and not SKIPPED.search(name) else None
-        if place is None:
+            location = (name.partition("/")[0], name) if name.endswith(".py") and not SKIPPED.search(name) else None
+        if location is None:
             continue
-        project, inside = place
+        project, inside = location
         for line, error, text in READERS[Path(name).suffix](content()):
-            words = " ".join(text.split())
-            if speaks(words) and (project, words) not in seen:
-                seen.add((project, words))
-                yield Text(project, inside, line, error, words)
+            flat_text = " ".join(text.split())
+            if is_message(flat_text) and (project, flat_text) not in seen:
+                seen.add((project, flat_text))
+                yield Text(project, inside, line, error, flat_text)
 
 
 def files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """The files of an archive or a folder: their paths inside, and their contents."""
+    """The files of an archive or a folder: their relative paths, and functions that read them."""
     if path.is_dir():
-        for each in sorted(path.rglob("*")):
-            if each.is_file():
-                yield each.relative_to(path).as_posix(), each.read_bytes
+        for file_path in sorted(path.rglob("*")):
+            if file_path.is_file():
+                yield file_path.relative_to(path).as_posix(), file_path.read_bytes
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for name in archive.namelist():
@@ -105,7 +105,7 @@ def files(path: Path) -> Iterator[tuple[str, Callable[[], bytes]]]:
 
 
 def project_of(name: str) -> tuple[str, str] | None:
-    """The project of a file, and its path from the project's folder on, if it counts."""
+    """The project of a file, and its path from the folder of the project, if it counts."""
     if SKIPPED.search(name):
         return None
     for project, pattern in PROJECTS.items():
@@ -120,17 +120,17 @@ _WORDS = re.compile(r"[A-Za-z]{2,}")
 _FEWEST = 3
 
 
-def speaks(text: str) -> bool:
-    """Whether a text says something: some words besides its blanks, and not a whole page."""
+def is_message(text: str) -> bool:
+    """Whether a text may be a message: it has some words besides its blanks, and is not a page long."""
     return len(_WORDS.findall(text.replace("{}", ""))) >= _FEWEST and len(text) < 2_000
 
 
-Found = Iterator[tuple[int, str, str]]
+Texts = Iterator[tuple[int, str, str]]
 
 # -- Python
 
 
-def python_texts(data: bytes) -> Found:
+def python_texts(data: bytes) -> Texts:
     """The messages of ``raise`` and ``assert``."""
     try:
         tree = ast.parse(data)
@@ -181,8 +181,8 @@ _VALUE = re.compile(r"\s*(?:,\s*|<<\s*|\+\s*)[^\s\"]")
 _LITERAL = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 
 
-def c_texts(data: bytes) -> Found:
-    """The string literals in each call that reports an error, with a blank for what is between them."""
+def c_texts(data: bytes) -> Texts:
+    """The string literals in each call that reports an error, with a blank for each value between them."""
     source = data.decode("utf-8", "replace")
     for call in _CHECK.finditer(source):
         body: list[str] = []
@@ -208,23 +208,23 @@ _BEFORE = {
     "InvalidSlice": "Error during slicing {} with shape {}: ",
     "MetalError": "MTLBuffer alloc for {}: ",
 }
-"""For error types of safetensors: what its Python bindings print before the message of the type itself."""
+"""For error types of safetensors: what its Python bindings print before the message of the type."""
 
 
-def rust_texts(data: bytes) -> Found:
-    """The formats of errors. What a type writes in several steps is one text."""
+def rust_texts(data: bytes) -> Texts:
+    """The format strings of errors. A message that is written in several steps is one text."""
     source = data.decode("utf-8", "replace").partition("#[cfg(test)]")[0]
-    kind, begun = "", ""
+    kind, prefix = "", ""
     for call in _FORMAT.finditer(source):
         if call["type"]:
-            kind, begun = call["type"], ""
+            kind, prefix = call["type"], ""
             continue
-        alone = not begun  # a message written in several steps follows other words
-        text = begun + re.sub(r"\{[^{}]*\}", "{}", call["text"]).replace('\\"', '"')
+        is_first = not prefix  # not a later step of a message
+        text = prefix + re.sub(r"\{[^{}]*\}", "{}", call["text"]).replace('\\"', '"')
         written = call["call"].startswith("write")
-        begun = text if written and call["more"] else ""
-        if not begun:
-            before = _BEFORE.get(kind, "") if written and alone and speaks(text) else ""
+        prefix = text if written and call["more"] else ""
+        if not prefix:
+            before = _BEFORE.get(kind, "") if written and is_first and is_message(text) else ""
             yield source.count("\n", 0, call.start()) + 1, "SafetensorError", before + re.sub(r"\\\n\s*", "", text)
 
 
@@ -242,10 +242,10 @@ _PROSE = re.compile(r"\b(?:the|is|are|was|not|cannot|can't|failed|to|of|for|must
 _NOT_PROSE = re.compile(r"::|^\S+$|\(\$|[{};]\s*$|^\s*(?:def |return |//|#)|->|\.cpp|%\{|\$\{|Tensor\(|\w\(Tensor")
 
 
-def library_texts(data: bytes) -> Found:
-    """Sentences in a compiled library that are about our subjects. Not all of them are errors."""
-    for found in _SENTENCE.finditer(read_only_data(data)):
-        text = re.sub(r"%[-\d.]*l*[sdupxf]", "{}", found[0].decode("ascii"))
+def library_texts(data: bytes) -> Texts:
+    """Sentences in a compiled library about devices, files and processes. Not all of them are errors."""
+    for match in _SENTENCE.finditer(read_only_data(data)):
+        text = re.sub(r"%[-\d.]*l*[sdupxf]", "{}", match[0].decode("ascii"))
         text = text.split("\0")[-1]
         if _ABOUT.search(text) and _PROSE.search(text) and not _NOT_PROSE.search(text) and text.count("\n") < 5:
             yield 0, "RuntimeError", text
@@ -262,7 +262,7 @@ def read_only_data(data: bytes) -> bytes:
     return b""
 
 
-READERS: dict[str, Callable[[bytes], Found]] = {
+READERS: dict[str, Callable[[bytes], Texts]] = {
     ".py": python_texts,
     ".rs": rust_texts,
     **dict.fromkeys((".c", ".cpp", ".cu", ".h"), c_texts),

@@ -1,4 +1,4 @@
-"""Write docs/errors.md: every error text that ``transload explain`` knows, from the pages it uses.
+"""Write docs/errors.md: every error text that ``transload explain`` knows, from the pages that it uses.
 
 Usage: python scripts/errors_page.py [--check]
 """
@@ -25,7 +25,7 @@ _WIDTH = 118
 
 
 def main() -> int:
-    """Write the page, or with ``--check`` say whether it is up to date."""
+    """Write the page; with ``--check`` only return 1 if it is out of date."""
     text = page()
     if "--check" in sys.argv[1:]:
         return 0 if PAGE.read_text(encoding="utf-8") == text else 1
@@ -34,12 +34,12 @@ def main() -> int:
 
 
 def page() -> str:
-    """The whole page."""
+    """The complete page."""
     subjects: dict[str, list[str]] = {}
     for subject, known in known_errors():
         if known.role != "frame" or known.fix:
             subjects.setdefault(subject, []).append(section(known))
-    parts = [HEAD, *(part for subject, shown in subjects.items() for part in (f"## {subject}\n", *shown))]
+    parts = [HEAD, *(part for subject, sections in subjects.items() for part in (f"## {subject}\n", *sections))]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
@@ -50,7 +50,7 @@ def section(known: KnownError) -> str:
     if len(wordings) > _WORDINGS:
         listed.append(f"- and {len(wordings) - _WORDINGS} more wordings")
     steps = [general(line) for line in known.fix]
-    pages = ", ".join(f"[{each}](doctor/{each}.md)" for each in known.doctor)
+    pages = ", ".join(f"[{cause}](doctor/{cause}.md)" for cause in known.doctor)
     blocks = (
         f"### {known.code}",
         "\n".join(listed),
@@ -64,12 +64,12 @@ def section(known: KnownError) -> str:
 
 
 def general(text: str) -> str:
-    """A sentence with ``…`` for the values that differ from text to text."""
+    """A sentence with ``…`` for its placeholders."""
     return re.sub(r"\{[a-z_]+\}", "…", text).replace("{{", "{").replace("}}", "}").replace("……", "…")
 
 
 def code(text: str) -> str:
-    """A text as code, between more backticks than it contains in a row."""
+    """A text as inline code, in more backticks than the longest run of them in it."""
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence} {text} {fence}" if len(fence) > 1 else f"`{text}`"
 

@@ -1,7 +1,7 @@
-"""Print the size of the package, how its modules depend on each other, and what it costs to start; without limits.
+"""Print the size of the package, the dependencies between its modules, and its cost at start; there are no limits.
 
-    python scripts/metrics.py              what the sources say, and what a first load imports
-    python scripts/metrics.py --timings    also CPU times, as shares of ``import torch``: medians of several rounds
+    python scripts/metrics.py              counts in the sources, and the modules that a first load imports
+    python scripts/metrics.py --timings    also CPU times relative to ``import torch``: medians of several rounds
 
 - *import cycles*: strongly connected components of more than one module, counting every import in the sources, also
   those inside functions and those for typing only.
@@ -35,43 +35,43 @@ Graph = dict[str, set[str]]
 
 def modules() -> dict[str, ast.Module]:
     """Every module of the package by its dotted name."""
-    found: dict[str, ast.Module] = {}
+    trees: dict[str, ast.Module] = {}
     for path in sorted(SRC.rglob("*.py")):
         parts = path.relative_to(SRC).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    return found
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    return trees
 
 
 @cache
 def nodes_of(tree: ast.Module) -> list[ast.AST]:
-    """The nodes of a module that are counted here; cached, since walking takes most of the time."""
+    """The nodes of a module that are counted; cached, because walking the tree takes most of the time."""
     kinds = ast.Import, ast.ImportFrom, ast.Name, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def lines() -> int:
-    """All lines of all modules."""
+    """The number of lines in all modules."""
     return sum(path.read_bytes().count(b"\n") for path in SRC.rglob("*.py"))
 
 
 def imports(trees: dict[str, ast.Module]) -> Graph:
-    """Which modules each module imports, anywhere in it."""
+    """The modules that each module imports, anywhere in it."""
     graph: Graph = {}
     for name, tree in trees.items():
-        named: set[str] = set()
+        imported: set[str] = set()
         for node in nodes_of(tree):
             if isinstance(node, ast.Import):
-                named.update(alias.name for alias in node.names)
+                imported.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module:
-                full = [f"{node.module}.{alias.name}" for alias in node.names]
-                named.update(each if each in trees else node.module for each in full)
-        graph[name] = (named & trees.keys()) - {name}
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                imported.update(dotted if dotted in trees else node.module for dotted in names)
+        graph[name] = (imported & trees.keys()) - {name}
     return graph
 
 
 def reachable(graph: Graph, start: str) -> set[str]:
-    """The modules that a module imports, directly or not."""
+    """The modules that a module imports, directly or indirectly."""
     seen: set[str] = set()
     pending = [start]
     while pending:
@@ -82,7 +82,7 @@ def reachable(graph: Graph, start: str) -> set[str]:
 
 
 def cycles(graph: Graph) -> list[set[str]]:
-    """The sets of modules that all import one another, directly or not."""
+    """The sets of modules that import each other, directly or indirectly."""
     reach = {name: reachable(graph, name) for name in graph}
     found = {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
     return sorted(map(set, found), key=len)
@@ -99,18 +99,18 @@ def names_used(tree: ast.Module) -> Iterator[str]:
 
 def referenced_once(trees: dict[str, ast.Module]) -> tuple[int, int]:
     """How many functions are referenced exactly once, and how many there are."""
-    own = {name: Counter(names_used(tree)) for name, tree in trees.items()}
-    everywhere = sum(own.values(), Counter())
+    by_module = {name: Counter(names_used(tree)) for name, tree in trees.items()}
+    everywhere = sum(by_module.values(), Counter())
     once = total = 0
     for name, tree in trees.items():
         for node in nodes_of(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("__"):
                 total += 1
-                once += (own[name] if node.name.startswith("_") else everywhere)[node.name] == 1
+                once += (by_module[name] if node.name.startswith("_") else everywhere)[node.name] == 1
     return once, total
 
 
-# -- what runs -------------------------------------------------------------------------------------------------------
+# -- measured in new processes ---------------------------------------------------------------------------------------
 
 IMPORTED = """
 import sys, transload
@@ -142,17 +142,17 @@ print(used.ru_utime + used.ru_stime)
 
 
 def python(*arguments: str, bytecode: str = "", write: bool = False) -> str:
-    """What a fresh interpreter prints. It reads bytecode from a folder, and with ``write`` adds to it."""
+    """What a new interpreter prints. It reads bytecode from a folder; with ``write`` it also writes it there."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRANSLOAD"))}
     environ["PYTHONPATH"] = str(SRC)
     environ |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {}
     environ |= {} if write else {"PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, *arguments], env=environ, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
-    return done.stdout
+    process = subprocess.run([sys.executable, *arguments], env=environ, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    return process.stdout
 
 
 def has_torch() -> bool:
-    """Whether torch can be imported; it is not imported here."""
+    """Whether torch is installed; it is not imported."""
     from importlib.util import find_spec
 
     return find_spec("torch") is not None
@@ -164,17 +164,17 @@ def imported_by_load() -> int:
 
 
 def timings() -> Iterator[tuple[str, str]]:
-    """The first load, and ``inspect --json`` as a process, as shares of ``import torch``: CPU times."""
+    """CPU times of the first load, and of ``inspect --json`` as a process, relative to ``import torch``."""
     with tempfile.TemporaryDirectory() as folder:
         python("-c", "import torch", bytecode=folder, write=True)
-        yield from shares("not compiled", folder)  # that is, transload: torch has its bytecode in both
+        yield from shares("not compiled", folder)  # transload only: torch has its bytecode in both
         python("-c", FIRST_LOAD, bytecode=folder, write=True)
         python("-c", INSPECT, bytecode=folder, write=True)
         yield from shares("compiled", folder)
 
 
 def shares(state: str, folder: str) -> Iterator[tuple[str, str]]:
-    """The figures with the bytecode in a folder."""
+    """The CPU times with the bytecode in a folder."""
     first, seconds, process = [], [], []
     for _ in range(ROUNDS):
         torch, load = map(float, python("-c", FIRST_LOAD, bytecode=folder).split())
@@ -188,13 +188,13 @@ def shares(state: str, folder: str) -> Iterator[tuple[str, str]]:
 
 def figures(*, timed: bool) -> Iterator[tuple[str, str]]:
     """Names and values, in the order of the table."""
-    gc.disable()  # searching the trees for garbage would take half of the time
+    gc.disable()  # scanning the trees for garbage would take half of the time
     trees = modules()
-    found = cycles(imports(trees))
+    import_cycles = cycles(imports(trees))
     once, total = referenced_once(trees)
     yield "lines under src", f"{lines():,}"
     yield "modules", f"{len(trees):,}"
-    yield "import cycles", f"{len(found)} (largest: {max(map(len, found), default=0)} modules)"
+    yield "import cycles", f"{len(import_cycles)} (largest: {max(map(len, import_cycles), default=0)} modules)"
     yield "functions referenced once", f"{once:,} of {total:,}"
     if has_torch():
         yield "modules imported by a first load", str(imported_by_load())

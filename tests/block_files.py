@@ -1,4 +1,4 @@
-"""The files that the manual names, so that its commands can be run: small, and what the pages say they are."""
+"""Small files for the commands of the manual: with the names and the properties that the pages say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.diagnose.machines import healthy
 import transload
 
 DATA = Path(__file__).parent / "data" / "h200"
-WHOLE = DATA / "state_dict_cuda0.pt"
+STATE_DICT = DATA / "state_dict_cuda0.pt"
 INFER = """\
 import torch
 
@@ -30,7 +30,7 @@ PAGE = "<html><title>Sign in</title></html>"
 
 
 class Net(torch.nn.Module):
-    """The model whose parameters model.pt has."""
+    """The model whose parameters are in model.pt."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class Net(torch.nn.Module):
 
 
 class Greeting:
-    """What a stranger may put into a file; this one is harmless."""
+    """A call in a pickle, as in a file from an untrusted source; this one is harmless."""
 
     def __reduce__(self) -> Any:
         return eval, ("'hello'",)
 
 
 def saved(content: object, tag: Callable[[Any], str] = lambda _: "cuda:0") -> bytes:
-    """What ``torch.save`` writes of it, with tags as wanted."""
+    """What ``torch.save`` writes, with the location tags that ``tag`` returns."""
     stream = io.BytesIO()
     with mock.patch("torch.serialization.location_tag", tag):
         torch.save(content, stream)
@@ -56,14 +56,14 @@ def saved(content: object, tag: Callable[[Any], str] = lambda _: "cuda:0") -> by
 
 @cache
 def spread() -> bytes:
-    """A checkpoint over eight GPUs."""
+    """A checkpoint whose storages are spread over eight GPUs."""
     numbers = itertools.count()
     return saved({f"layer{at}": torch.zeros(64) for at in range(16)}, lambda _: f"cuda:{next(numbers) % 8}")
 
 
 @cache
 def damaged() -> bytes:
-    """A checkpoint in which the first two storages are not what was saved."""
+    """A checkpoint whose first two storages are corrupted."""
     data = bytearray((DATA / "mixed_cpu_cuda.pt").read_bytes())
     for storage in transload.inspect(bytes(data)).storages[:2]:
         assert storage.offset is not None
@@ -73,7 +73,7 @@ def damaged() -> bytes:
 
 @cache
 def flipped() -> bytes:
-    """A checkpoint with two bits that are not what was saved."""
+    """A checkpoint with two flipped bits."""
     data = bytearray((DATA / "train_cuda0.ckpt").read_bytes())
     data[3000] ^= 4
     data[9000] ^= 1
@@ -82,67 +82,67 @@ def flipped() -> bytes:
 
 @cache
 def random_state() -> bytes:
-    """What the Trainer of transformers keeps of the random numbers."""
+    """The state of the random number generators, as the Trainer of transformers saves it."""
     stream = io.BytesIO()
-    numbers = np.random.get_state()  # noqa: NPY002 - as it does
+    numbers = np.random.get_state()  # noqa: NPY002 - as the Trainer does
     torch.save({"python": random.getstate(), "numpy": numbers, "cpu": torch.get_rng_state()}, stream)
     return stream.getvalue()
 
 
 def machine() -> bytes:
-    """A report of the doctor."""
+    """A JSON report of the doctor."""
     return json.dumps({"schema": 1, "machine": healthy().to_dict()}).encode()
 
 
 COMMON: dict[str, Callable[[], bytes]] = {
-    "model.pt": WHOLE.read_bytes,
-    "model_cuda0.pt": WHOLE.read_bytes,
-    "FILE": WHOLE.read_bytes,
+    "model.pt": STATE_DICT.read_bytes,
+    "model_cuda0.pt": STATE_DICT.read_bytes,
+    "FILE": STATE_DICT.read_bytes,
     "train.ckpt": (DATA / "train_cuda0.ckpt").read_bytes,
     "whole.pt": (DATA / "whole_custom_module_cuda0.pt").read_bytes,
     "model.pt2": (DATA / "aoti_cuda0.pt2").read_bytes,
     "spread.pt": spread,
     "stranger.pt": lambda: saved({"weight": torch.zeros(4), "note": Greeting()}),
-    "broken.pt": lambda: WHOLE.read_bytes()[:-100],
-    "download.pt": lambda: WHOLE.read_bytes()[:3000],
+    "broken.pt": lambda: STATE_DICT.read_bytes()[:-100],
+    "download.pt": lambda: STATE_DICT.read_bytes()[:3000],
     "page.pt": PAGE.encode,
     "rng_state.pth": random_state,
     "infer.py": INFER.encode,
     "train.py": bytes,
 }
-OF_PAGES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
+PAGE_FILES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
     ("README.md", "Use it"): {"train.py": INFER.encode},
     ("doctor.md", "Several machines"): dict.fromkeys(("machine.json", "other.json"), machine),
     ("rescue.md", "transload rescue"): {"broken.pt": flipped},
     ("retag.md", ""): {"model.pt": (DATA / "mixed_cpu_cuda.pt").read_bytes},
     ("verify.md", "transload verify"): {"model.pt": damaged},
 }
-"""What a page, or a section of it, has under a name instead."""
-ANEW = {("rescue.md", "python"): ("repaired.pt",)}
-"""What blocks of a kind make though others before them have: a page shows two ways, and a reader goes one of them."""
+"""Files that are different on a page, or in a section of it."""
+RECREATED = {("rescue.md", "python"): ("repaired.pt",)}
+"""Files that blocks of a kind create although earlier ones did: the page shows two ways, and a reader takes one."""
 
 
 def lay_out(folder: Path, page: str, section: str) -> None:
-    """Put what the pages name into a folder, as it was when a section began; what a page has made there stays."""
-    own = OF_PAGES.get((page, section), OF_PAGES.get((page, ""), {}))
-    for name, content in {**COMMON, **own}.items():
+    """Write the files that the pages name, as they are at the start of a section; files that a page created stay."""
+    page_files = PAGE_FILES.get((page, section), PAGE_FILES.get((page, ""), {}))
+    for name, content in {**COMMON, **page_files}.items():
         (folder / name).write_bytes(content())
     if page == "recipes.md" and not (folder / "step-1000").exists():
         distributed(folder / "step-1000")
 
 
 def clear(folder: Path, page: str, kind: str) -> None:
-    """Take away what the blocks of a kind are to make themselves."""
-    for name in ANEW.get((page, kind), ()):
+    """Remove the files that blocks of this kind create themselves."""
+    for name in RECREATED.get((page, kind), ()):
         (folder / name).unlink(missing_ok=True)
 
 
 def distributed(folder: Path) -> None:
-    """What ``torch.distributed.checkpoint`` writes."""
+    """Write a checkpoint with ``torch.distributed.checkpoint``."""
     from torch.distributed import checkpoint
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # about the missing process group
         state = {"model": Net().state_dict()}
         if not hasattr(checkpoint, "save"):  # before torch 2.2
             checkpoint.save_state_dict(state, checkpoint.FileSystemWriter(folder), no_dist=True)

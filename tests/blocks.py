@@ -1,4 +1,4 @@
-"""The code blocks of the manual: found in the pages, and told apart by what can be done with them."""
+"""The code blocks of the manual, extracted from the pages and classified by how they can be tested."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ COMMENT = re.compile(r" {2,}#.*")
 
 
 class Block(NamedTuple):
-    """A block of code; ``note`` is the comment right before it, which readers of the page do not see."""
+    """A block of code; ``note`` is the HTML comment right before it, which readers of the page do not see."""
 
     page: Path
     line: int
     section: str
-    language: str  # of its fence; "" where it is indented
+    language: str  # of its fence; "" if it is indented
     text: str
     note: str
 
@@ -49,14 +49,14 @@ class Block(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A command, and what it shall print; nothing is said of that where it is empty."""
+    """A command, and the output that the page shows, which is empty if it shows none."""
 
     command: str
     output: str
 
 
 def is_python(text: str) -> bool:
-    """Whether a text is a program, and not only a word or two."""
+    """Whether a text is a Python program, and not just a name or a value."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -76,17 +76,17 @@ def blocks_of(page: Path) -> Iterator[Block]:
             yield Block(page, begin + 2, section, fence[1] or "text", "\n".join(lines[begin + 1 : at - 1]), note)
         elif line.startswith("    ") and not lines[begin - 1]:
             at = _end_of_indented(lines, begin)
-            text = "\n".join(each[4:] for each in lines[begin:at]).rstrip("\n")
+            text = "\n".join(row[4:] for row in lines[begin:at]).rstrip("\n")
             yield Block(page, begin + 1, section, "", text, note)
         elif line.startswith("#"):
             section = line.lstrip("# ")
         if line:
-            found = NOTE.fullmatch(line)
-            note = found[1] if found else ""
+            comment = NOTE.fullmatch(line)
+            note = comment[1] if comment else ""
 
 
 def _end_of_indented(lines: list[str], at: int) -> int:
-    """Where an indented block ends; empty lines between its lines are its own, those after it are not."""
+    """The line after an indented block; empty lines between its lines belong to it, those after it do not."""
     end = at
     while at < len(lines) and (not lines[at] or lines[at].startswith("    ")):
         at += 1
@@ -95,7 +95,7 @@ def _end_of_indented(lines: list[str], at: int) -> int:
 
 
 def steps_of(block: Block) -> Iterator[Step]:
-    """The commands of a block: the lines after a ``$``, each with its output, or all lines where there is none."""
+    """The commands of a block: the lines after a ``$``, each with its output, or all lines if there is no ``$``."""
     lines = block.text.replace("\\\n", " ").split("\n")
     if not any(line.startswith("$ ") for line in lines):
         yield from (Step(COMMENT.sub("", line), "") for line in lines if line and not line.startswith("#"))
@@ -106,8 +106,8 @@ def steps_of(block: Block) -> Iterator[Step]:
 
 
 def commands_in_text(page: Path) -> Iterator[str]:
-    """Every command in backticks between the words of a page."""
+    """Every transload command in backticks in the text of a page."""
     for span in re.findall(r"(?<!`)`([^`]+)`(?!`)", page.read_text(encoding="utf-8")):
-        words = " ".join(span.split())
-        if re.match(r"transload [a-z]+(?= |$)", words):
-            yield words
+        command = " ".join(span.split())
+        if re.match(r"transload [a-z]+(?= |$)", command):
+            yield command

@@ -10,40 +10,40 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A busy machine is no bug, so no deadline; and the same examples every time, so that a change is judged by what it
-# changed. To look for new ones: pytest --hypothesis-profile=explore.
+# No deadline, because a busy machine is not a bug. The same examples in every run, so that a new failure comes from a
+# change of the code. To look for new examples: pytest --hypothesis-profile=explore.
 settings.register_profile("fixed", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=2_000)
 settings.load_profile("fixed")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; children would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-gc.disable()  # what the collection makes stays; to look through all of it again and again takes a third of its time
+gc.disable()  # what test collection creates stays alive; to scan it again and again takes a third of its time
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)  # tests make much that stays until they end, and little garbage in cycles
+    gc.set_threshold(20_000, 20, 20)  # most objects of a test live until it ends, and few are in cycles
     gc.enable()
 
 
-def _leave(worker: int = os.getpid()) -> None:
-    if os.getpid() == worker:  # and not a fork of it
+def _exit_at_once(worker: int = os.getpid()) -> None:
+    if os.getpid() == worker:  # and not in a fork of it
         os._exit(0)
 
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # it has told everything; to tear down torch and all tests takes seconds
-    atexit.register(_leave)
+if "PYTEST_XDIST_WORKER" in os.environ:  # it has reported all; to tear down torch and all tests takes seconds
+    atexit.register(_exit_at_once)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
-    """Look for examples in docstrings in the sources only."""
-    return [made for made in (yield) if type(made).__name__ != "DoctestModule"]
+    """Collect doctests from the sources only, not from the tests."""
+    return [collector for collector in (yield) if type(collector).__name__ != "DoctestModule"]
 
 
-os.fsync = lambda _: None  # type: ignore[assignment]  # the disk would be waited for thousands of times
+os.fsync = lambda _: None  # type: ignore[assignment]  # tests would wait for the disk thousands of times
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,13 +51,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Hide the GPUs before anything imports torch, also from children: tests then do the same on every machine."""
-    os.environ.pop("COLUMNS", None)  # whoever runs the tests may have a terminal of any width
+    """Hide the GPUs before anything imports torch, also from children: tests must behave the same on every machine."""
+    os.environ.pop("COLUMNS", None)  # the terminal may have any width
     if not config.getoption("--gpu"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """The folder of binary fixtures; its README tells how each was made."""
+    """The folder of binary fixtures; its README says how each was made."""
     return Path(__file__).parent / "data"

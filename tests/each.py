@@ -1,4 +1,4 @@
-"""Many small cases in one test, where a test for each would cost more than what it checks."""
+"""Many small cases in one test, where the overhead of a test per case would exceed the cost of its check."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Ids = Callable[[Any], object] | list[str] | None
 
 
 def each(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> Callable[[Test], Test]:
-    """Use it like ``pytest.mark.parametrize`` where the cases need no isolation from each other.
+    """A replacement for ``pytest.mark.parametrize`` for cases that need no isolation from each other.
 
-    All of them run in one test, which names every case that failed, and is skipped where all were. They share its
-    fixtures, but each has a folder of its own as ``tmp_path``, and what it does with ``monkeypatch`` is undone.
+    All cases run in one test, which names every case that failed, and is skipped if all cases were. They share its
+    fixtures, but each case has its own folder as ``tmp_path``, and its use of ``monkeypatch`` is undone after it.
     """
     parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = list(cases)
@@ -35,16 +35,16 @@ def each(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> C
             ]
             failed = {at: error for at, error in enumerate(outcomes) if isinstance(error, Exception | _FAILED)}
             if failed:
-                named = _names(rows, parameters, ids)
-                lines = [f"{named[at]:.200}: {type(error).__name__}: {error}" for at, error in failed.items()]
+                case_names = _case_names(rows, parameters, ids)
+                lines = [f"{case_names[at]:.200}: {type(error).__name__}: {error}" for at, error in failed.items()]
                 message = "\n".join([f"{len(failed)} of {len(rows)} cases failed", *lines])
                 raise AssertionError(message) from next(iter(failed.values()))
             if all(outcomes):
                 pytest.skip(str(outcomes[0]))
 
         signature = inspect.signature(test)
-        needed = [each for name, each in signature.parameters.items() if name not in parameters]
-        loop.__signature__ = signature.replace(parameters=needed)  # type: ignore[attr-defined]
+        fixture_parameters = [parameter for name, parameter in signature.parameters.items() if name not in parameters]
+        loop.__signature__ = signature.replace(parameters=fixture_parameters)  # type: ignore[attr-defined]
         return loop
 
     return decorate
@@ -55,7 +55,7 @@ _SKIPPED = pytest.skip.Exception
 
 
 def _outcome(test: Test, fixtures: dict[str, Any], number: int) -> BaseException | None:
-    """What the case raised."""
+    """The error that the case raised, or None."""
     if "tmp_path" in fixtures:
         folder = fixtures["tmp_path"] / str(number)
         folder.mkdir()
@@ -67,7 +67,7 @@ def _outcome(test: Test, fixtures: dict[str, Any], number: int) -> BaseException
             fixtures = {**fixtures, "monkeypatch": patch}
         try:
             test(**fixtures)
-        except (Exception, _FAILED, _SKIPPED) as error:  # noqa: BLE001 - the test will raise it
+        except (Exception, _FAILED, _SKIPPED) as error:  # noqa: BLE001 - the test raises it later
             return error
     return None
 
@@ -77,7 +77,7 @@ def _values(row: Any, parameters: list[str]) -> dict[str, Any]:
     return dict(zip(parameters, values, strict=True))
 
 
-def _names(rows: list[Any], parameters: list[str], ids: Ids) -> list[str]:
+def _case_names(rows: list[Any], parameters: list[str], ids: Ids) -> list[str]:
     if isinstance(ids, list):
         return ids
     name = ids or repr
@@ -90,15 +90,15 @@ def _names(rows: list[Any], parameters: list[str], ids: Ids) -> list[str]:
 
 
 def for_each(cases: Iterable[Case], check: Callable[[Case], object]) -> None:
-    """Check every case, and then raise one error that names all that failed. A case may be skipped."""
+    """Check every case, then raise one error that names every case that failed. A case may be skipped."""
     failed: list[str] = []
     first: BaseException | None = None
     for case in cases:
         try:
             check(case)
-        except pytest.skip.Exception:  # noqa: PERF203  each by itself, that is the point
+        except pytest.skip.Exception:  # noqa: PERF203  every case is checked by itself
             continue
-        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  whatever it is, the others are checked too
+        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  after any error the others are checked
             failed.append(f"{case}: {type(error).__name__}: {error}")
             first = first or error
     if failed:
@@ -106,11 +106,11 @@ def for_each(cases: Iterable[Case], check: Callable[[Case], object]) -> None:
 
 
 def grouped(name: str, cases: Iterable[Any], size: int = 10) -> pytest.MarkDecorator:
-    """``parametrize`` with groups of cases, of which processes can each take some; a group is named by its first."""
-    held = list(cases)
-    groups = [held[at : at + size] for at in range(0, len(held), size)]
-    return pytest.mark.parametrize(name, groups, ids=[_named(group[0]) for group in groups])
+    """``parametrize`` with groups of cases, which processes can share out; a group has the name of its first case."""
+    rows = list(cases)
+    groups = [rows[at : at + size] for at in range(0, len(rows), size)]
+    return pytest.mark.parametrize(name, groups, ids=[_case_name(group[0]) for group in groups])
 
 
-def _named(case: object) -> str:
+def _case_name(case: object) -> str:
     return f"{case.parent.name}/{case.name}" if isinstance(case, Path) else str(case)

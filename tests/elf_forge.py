@@ -1,6 +1,6 @@
-"""Builders of ELF64 shared libraries without a compiler: the real loader loads them, with whatever they ask of it.
+"""Builders of ELF64 shared libraries, without a compiler. The real loader loads them, whatever they require of it.
 
-``tests/fake_driver.py`` makes the machine code of their functions, and the libraries of a driver.
+``tests/fake_driver.py`` builds the machine code of their functions, and the libraries of a driver.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 MACHINES = {"x86_64": (62, 6), "aarch64": (183, 1025)}
-"""The number of a machine, and of its GLOB_DAT relocation, which asks the loader for the address of a symbol."""
+"""The ELF number of a machine, and of its GLOB_DAT relocation, which makes the loader store the address of a symbol."""
 
 NATIVE = platform.machine()
-"""The machine the tests run on: only what is made for it can be loaded."""
+"""The machine that the tests run on: only libraries for it can be loaded."""
 LOADABLE = sys.platform == "linux" and NATIVE in MACHINES
-"""Whether its loader can load what ``library()`` makes."""
+"""Whether the loader of this machine can load what ``library()`` builds."""
 
 HEADER = struct.Struct("<4s5B7xHHIQQQIHHHHHH")
 PROGRAM = struct.Struct("<IIQQQQQQ")
@@ -35,16 +35,16 @@ VERNEED, VERNAUX = struct.Struct("<HHIII"), struct.Struct("<IHHII")
 VERDEF = struct.Struct("<HHHHIII" + "II")  # with its only name
 
 PAGE = 0x10000
-"""The largest page of those machines: a segment aligned to it can be mapped on any."""
+"""The largest page size of these machines: a segment aligned to it can be mapped on any of them."""
 
 GLOBAL, WEAK = 0x12, 0x20
 TEXT = 1
-"""The index of ``.text``: it is the first section."""
+"""The index of ``.text``, which is the first section."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A body for every machine, independent of its place, so that one can be put after another."""
+    """Position-independent code for every machine, so that bodies can be concatenated."""
 
     x86_64: bytes
     aarch64: bytes
@@ -55,7 +55,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A dynamic symbol; ``file`` is the library from which a version is wanted, empty for one defined here."""
+    """A dynamic symbol; ``file`` is the library that must provide the version, empty for a symbol defined here."""
 
     name: str
     version: str = ""
@@ -66,14 +66,14 @@ class Symbol:
 
     @classmethod
     def export(cls, name: str, code: bytes) -> Symbol:
-        plain, _, version = name.partition("@")
+        bare_name, _, version = name.partition("@")
         hidden = bool(version) and not version.startswith("@")
-        return cls(plain, version.removeprefix("@"), hidden=hidden, code=code)
+        return cls(bare_name, version.removeprefix("@"), hidden=hidden, code=code)
 
     @classmethod
-    def wanted(cls, name: str, info: int) -> Symbol:
-        plain, version, file = (*name.split("@"), "", "")[:3]
-        return cls(plain, version, file or version, info=info)
+    def undefined(cls, name: str, info: int) -> Symbol:
+        bare_name, version, file = (*name.split("@"), "", "")[:3]
+        return cls(bare_name, version, file or version, info=info)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Section:
 
 
 class Strings:
-    """A string table that takes in what it is asked for."""
+    """A string table: a call returns the offset of a text, which is added if it is not there yet."""
 
     def __init__(self) -> None:
         self.body = b"\0"
@@ -102,7 +102,7 @@ class Strings:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """What a library says to the loader."""
+    """What the loader reads of a library: the dynamic section and the tables that it refers to."""
 
     relocation: int
     texts: Sequence[tuple[int, str]]
@@ -119,7 +119,7 @@ class Dynamic:
                 self.versions.setdefault((symbol.file, symbol.version), len(self.versions) + 2)
 
     def sections(self, at: Mapping[str, int]) -> list[Section]:
-        """All of them, given the address of each; their sizes do not depend on it."""
+        """All sections, given the address of each; their sizes do not depend on it."""
         names = Strings()
         first = [
             Section(".text", 1, b"".join(symbol.code for symbol in self.exports)),
@@ -129,7 +129,7 @@ class Dynamic:
             Section(".rela.dyn", 4, self.relocations(at), ".dynsym", entry=RELA.size),
             *self.extra,
         ]
-        entries = self.entries(names, at)  # the last to ask for names, as it says how many bytes they take
+        entries = self.entries(names, at)  # last, because it contains the size of the string table
         return [
             *first,
             Section(".dynstr", 3, names.body),
@@ -138,7 +138,7 @@ class Dynamic:
         ]
 
     def hash(self) -> bytes:
-        """One bucket, with every symbol in its chain."""
+        """A hash table of one bucket, with every symbol in its chain."""
         count = len(self.imports) + len(self.exports) + 1
         links = [0, *range(2, count), 0][:count]
         return struct.pack(f"<3I{count}I", 1, count, int(count > 1), *links)
@@ -156,7 +156,7 @@ class Dynamic:
         return zip(self.exports, ends, strict=False)
 
     def relocations(self, at: Mapping[str, int]) -> bytes:
-        """A request for the address of every import: the loader looks only for what is relocated."""
+        """A relocation for every import: the loader looks up only symbols that are relocated."""
         slots = range(len(self.imports))
         return b"".join(RELA.pack(at[".got"] + 8 * slot, (slot + 1) << 32 | self.relocation, 0) for slot in slots)
 
@@ -168,40 +168,40 @@ class Dynamic:
             pairs += [(7, at[".rela.dyn"]), (8, RELA.size * len(self.imports)), (9, RELA.size)]
         if self.versions:
             pairs += [(0x6FFFFFF0, at[".gnu.version"])]
-        if wanted := len(self.wanted()):
-            pairs += [(0x6FFFFFFE, at[".gnu.version_r"]), (0x6FFFFFFF, wanted)]
-        if defined := len(self.defined()):
+        if required := len(self.required_versions()):
+            pairs += [(0x6FFFFFFE, at[".gnu.version_r"]), (0x6FFFFFFF, required)]
+        if defined := len(self.defined_versions()):
             pairs += [(0x6FFFFFFC, at[".gnu.version_d"]), (0x6FFFFFFD, defined)]
         return struct.pack(f"<{2 * len(pairs) + 2}Q", *chain(*pairs), 0, 0)
 
-    # -- versions of symbols
+    # -- symbol versions
 
-    def wanted(self) -> dict[str, dict[str, int]]:
-        """The versions wanted from each file, with their indexes."""
+    def required_versions(self) -> dict[str, dict[str, int]]:
+        """The versions required of each file, with their indexes."""
         files: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for (file, version), index in self.versions.items():
             if file:
                 files[file][version] = index
         return dict(files)
 
-    def defined(self) -> list[tuple[str, int]]:
-        """The versions defined here with their indexes, after the name of the library, which counts as the first."""
-        own = [(version, index) for (file, version), index in self.versions.items() if not file]
-        return [(dict(self.texts).get(14, ""), 1), *own] if own else []
+    def defined_versions(self) -> list[tuple[str, int]]:
+        """The versions defined here, with their indexes, after the name of the library, which counts as the first."""
+        defined = [(version, index) for (file, version), index in self.versions.items() if not file]
+        return [(dict(self.texts).get(14, ""), 1), *defined] if defined else []
 
     def version_sections(self, names: Strings) -> Iterator[Section]:
         if not self.versions:
             return
         indexes = [self.versions.get((s.file, s.version), 1) | s.hidden << 15 for s in (*self.imports, *self.exports)]
         yield Section(".gnu.version", 0x6FFFFFFF, struct.pack(f"<{len(indexes) + 1}H", 0, *indexes), ".dynsym", entry=2)
-        if wanted := self.wanted():
-            yield Section(".gnu.version_r", 0x6FFFFFFE, verneed(wanted, names), ".dynstr", len(wanted))
-        if defined := self.defined():
+        if required := self.required_versions():
+            yield Section(".gnu.version_r", 0x6FFFFFFE, verneed(required, names), ".dynstr", len(required))
+        if defined := self.defined_versions():
             yield Section(".gnu.version_d", 0x6FFFFFFD, verdef(defined, names), ".dynstr", len(defined))
 
 
 def elf_hash(name: str) -> int:
-    """The hash of the System V ABI, which a version carries."""
+    """The hash function of the System V ABI, which entries of versions contain."""
     value = 0
     for byte in name.encode():
         value = (value << 4) + byte
@@ -209,11 +209,11 @@ def elf_hash(name: str) -> int:
     return value
 
 
-def verneed(wanted: Mapping[str, Mapping[str, int]], names: Strings) -> bytes:
+def verneed(required: Mapping[str, Mapping[str, int]], names: Strings) -> bytes:
     body = b""
-    for file, versions in wanted.items():
+    for file, versions in required.items():
         size = VERNEED.size + VERNAUX.size * len(versions)
-        body += VERNEED.pack(1, len(versions), names(file), VERNEED.size, 0 if file == [*wanted][-1] else size)
+        body += VERNEED.pack(1, len(versions), names(file), VERNEED.size, 0 if file == [*required][-1] else size)
         for version, index in versions.items():
             following = 0 if version == [*versions][-1] else VERNAUX.size
             body += VERNAUX.pack(elf_hash(version), 0, index, names(version), following)
@@ -227,7 +227,7 @@ def verdef(defined: Sequence[tuple[str, int]], names: Strings) -> bytes:
     )
 
 
-# -- the file ----------------------------------------------------------------------------------------------------------
+# -- the ELF file ------------------------------------------------------------------------------------------------------
 
 
 def library(
@@ -246,16 +246,16 @@ def library(
 ) -> bytes:
     """A shared library.
 
-    A function is exported as ``name``, as ``name@@VERSION``, or as ``name@VERSION`` where that is not the default
-    version. An undefined symbol is ``name``, ``name@VERSION@FILE``, or ``name@VERSION`` where the version is called as
-    the file is, which is NVIDIA's way. ``init`` names the function that is run when the library is loaded.
+    A function is exported as ``name``, as ``name@@VERSION``, or as ``name@VERSION`` if that is not the default version.
+    An undefined symbol is ``name``, ``name@VERSION@FILE``, or ``name@VERSION`` if the version has the name of the file,
+    as in NVIDIA's libraries. ``init`` names the function that runs when the library is loaded.
     """
     number, relocation = MACHINES[machine]
     texts = [*((1, name) for name in needed), (14, soname), (15, rpath), (29, runpath)]
     dynamic = Dynamic(
         relocation,
         [(tag, text) for tag, text in texts if text],
-        [*(Symbol.wanted(name, GLOBAL) for name in undefined), *(Symbol.wanted(name, WEAK) for name in weak)],
+        [*(Symbol.undefined(name, GLOBAL) for name in undefined), *(Symbol.undefined(name, WEAK) for name in weak)],
         [Symbol.export(name, getattr(body, machine)) for name, body in functions.items()],
         [Section(name, 1, body) for name, body in sections.items()],
         init,
@@ -265,7 +265,7 @@ def library(
 
 
 def placed(sections: Iterable[Section]) -> Iterator[tuple[Section, int, int]]:
-    """Every section with its offset and its address; what is writable comes last, and a page further in memory."""
+    """Every section with its offset and its address; writable ones come last, and one page further in memory."""
     offset = HEADER.size + 4 * PROGRAM.size
     for section in sections:
         offset = aligned(offset)
@@ -293,7 +293,7 @@ def image(number: int, sections: Sequence[tuple[Section, int, int]], *, section_
 
 
 def programs(sections: Sequence[tuple[Section, int, int]]) -> Iterator[bytes]:
-    """What is mapped to be read and run, what is mapped to be written, the dynamic section, a stack without code."""
+    """Program headers: code and read-only data, writable data, the dynamic section, a stack that is not executable."""
     split, address = next((offset, address) for section, offset, address in sections if section.writable)
     last, offset, _ = sections[-1]
     size = offset + len(last.body) - split
@@ -305,22 +305,22 @@ def programs(sections: Sequence[tuple[Section, int, int]]) -> Iterator[bytes]:
 
 
 def section_table(sections: Sequence[tuple[Section, int, int]], end: int) -> tuple[bytes, list[bytes]]:
-    """The names of the sections, which are to stand at ``end``, and the headers."""
+    """The names of the sections, to be placed at ``end``, and their headers."""
     names, headers = Strings(), [bytes(SECTION.size)]
     order = ["", *(section.name for section, _, _ in sections)]
     for section, offset, address in sections:
-        rights = 2 | section.writable | 4 * (section.name == ".text")
+        flags = 2 | section.writable | 4 * (section.name == ".text")
         link = order.index(section.link)
-        span = (names(section.name), section.kind, rights, address, offset, len(section.body))
+        span = (names(section.name), section.kind, flags, address, offset, len(section.body))
         headers.append(SECTION.pack(*span, link, section.info, 16, section.entry))
-    own = names(".shstrtab")
-    headers.append(SECTION.pack(own, 3, 0, 0, end, len(names.body), 0, 0, 1, 0))
+    own_name = names(".shstrtab")
+    headers.append(SECTION.pack(own_name, 3, 0, 0, end, len(names.body), 0, 0, 1, 0))
     return names.body, headers
 
 
 @contextmanager
 def loaded(path: Path) -> Iterator[ctypes.CDLL]:
-    """The library in this process; closed at the end, lest who asks for its soname later is given this one."""
+    """Load the library into this process; close it at the end, or a later request for its soname would get this one."""
     handle = ctypes.CDLL(str(path))
     try:
         yield handle
@@ -328,18 +328,18 @@ def loaded(path: Path) -> Iterator[ctypes.CDLL]:
         _ctypes.dlclose(handle._handle)
 
 
-# -- the code for the cards --------------------------------------------------------------------------------------------
+# -- fatbins: the code for GPUs ----------------------------------------------------------------------------------------
 
 
 PTX, CUBIN, LTO = 1, 2, 8
 VARIANTS = {"": 0, "a": 1 << 20, "f": 1 << 21}
-"""Where an entry says that its code is for one architecture alone (sm_90a), or for one family (sm_100f)."""
+"""Flags of an entry whose code is for one architecture only (sm_90a), or for one family (sm_100f)."""
 
 
 def fatbin(entries: Sequence[tuple[int, int | str, bytes]]) -> bytes:
-    """A container of (kind, architecture, payload), as it stands in ``.nv_fatbin`` and ``__nv_relfatbin``.
+    """A container of (kind, architecture, payload), as in ``.nv_fatbin`` and ``__nv_relfatbin``.
 
-    The architecture is a number, or a text such as ``"90a"``.
+    The architecture is a number, or a string such as ``"90a"``.
     """
     body = b"".join(fatbin_entry(kind, str(sm), payload) for kind, sm, payload in entries)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
@@ -350,7 +350,7 @@ def fatbin_entry(kind: int, sm: str, payload: bytes) -> bytes:
     flags = 0x11 | VARIANTS[sm[len(number) :]]
     payload += bytes(-len(payload) % 8)
     options = struct.pack("<QQ", 72, 0) if kind == PTX else b""
-    minor, major = (0, 9) if kind == PTX else (8, 1)  # of the PTX, or of the cubin's format
+    minor, major = (0, 9) if kind == PTX else (8, 1)  # version of the PTX, or of the cubin format
     start = struct.pack("<HHIQ", kind, 0x101, 64 + len(options), len(payload))
     rest = struct.pack("<IIHHIQQQQ", 0, len(options) and 64, minor, major, int(number), 0, flags, 0, 0)
     return start + rest + options + payload

@@ -1,8 +1,8 @@
-"""Machine code put together by hand, and drivers made of it: ``libcuda.so.1`` and ``libnvidia-ml.so.1`` without a card.
+"""Machine code assembled by hand, and drivers built from it: ``libcuda.so.1`` and ``libnvidia-ml.so.1`` without a GPU.
 
-A function stores constants where its arguments point and returns a code. Arguments are counted from 0 and are no more
-than six: all of them are in registers. The CUDA runtime of a true torch asks the driver for functions by name and for
-tables of them; with both it goes as far as ``cuInit``, and tells its code in its own words.
+A function stores constants where its arguments point and returns a code. Arguments are counted from 0, and there are at
+most six, so that all of them are in registers. The CUDA runtime of a real torch requests functions by name, and tables
+of functions, from the driver; with both it gets as far as ``cuInit``, and reports the code of that in its own words.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.elf_forge import NATIVE, Function, library
 
 RDI, RSI, RDX, RCX, R8, R9 = 7, 6, 2, 1, 8, 9
 X86 = (RDI, RSI, RDX, RCX, R8, R9)
-"""Where x86-64 has its arguments; aarch64 has them in x0 to x5. rax and x9 are free to use."""
+"""The registers of arguments on x86-64; aarch64 has them in x0 to x5. rax and x9 are free to use."""
 
 
 def a64(*words: int) -> bytes:
@@ -29,13 +29,13 @@ def a64(*words: int) -> bytes:
 
 
 def a64_load(register: int, value: int) -> bytes:
-    """Movz and three movk: 16 bits each."""
+    """One movz and three movk: 16 bits each."""
     parts = struct.unpack("<4H", struct.pack("<Q", value & (1 << 64) - 1))
     return a64(*((0xF2800000 if at else 0xD2800000) | at << 21 | part << 5 | register for at, part in enumerate(parts)))
 
 
 def store(argument: int, blob: bytes) -> Function:
-    """Copies ``blob``, of 4 KiB at most, to where the argument points, and falls through to what comes next."""
+    """Copies ``blob``, of 4 KiB at most, to where the argument points, and falls through to the code that follows."""
     cut = len(blob) // 8 * 8
     words = [(at, *struct.unpack_from("<Q", blob, at)) for at in range(0, cut, 8)]
     wide, tail = X86[argument] >> 3, list(enumerate(blob))[cut:]
@@ -53,19 +53,19 @@ def returns(code: int) -> Function:
 
 
 def fills(argument: int, blob: bytes, *more: tuple[int, bytes], code: int = 0) -> Function:
-    """Copies the blob, and more of them, to where its argument points, and returns ``code``."""
-    return reduce(add, [*(store(*each) for each in ((argument, blob), *more)), returns(code)])
+    """Copies the blob, and any others, to where their arguments point, and returns ``code``."""
+    return reduce(add, [*(store(*pair) for pair in ((argument, blob), *more)), returns(code)])
 
 
 def passes(source: int, argument: int) -> Function:
-    """Stores one argument where the other points, as a handle that is only an index."""
+    """Stores one argument where the other points: a handle that is only an index."""
     rex = 0x48 | X86[source] >> 3 << 2 | X86[argument] >> 3
     x86 = bytes((rex, 0x89, 0x80 | (X86[source] & 7) << 3 | X86[argument] & 7, 0, 0, 0, 0))
     return Function(x86, a64(0xF9000000 | argument << 5 | source)) + returns(0)
 
 
 def switch(argument: int, cases: Mapping[int, Function], default: Function) -> Function:
-    """The case whose number the argument is (its lower 32 bits), or the default."""
+    """Runs the case whose number equals the argument (its lower 32 bits), or the default."""
     return reduce(add, [*(only_if(argument, value, case) for value, case in cases.items()), default])
 
 
@@ -78,7 +78,7 @@ def only_if(argument: int, value: int, then: Function) -> Function:
 
 
 def only_if_named(argument: int, name: str, then: Function) -> Function:
-    """``then``, where the argument points to that C string; no byte behind the first that differs is read."""
+    """Runs ``then`` if the argument points to that C string; reads no byte after the first that differs."""
     text = name.encode() + b"\0"
     rex, rm = 0x40 | X86[argument] >> 3, 0xB8 | X86[argument] & 7
     x86, over = b"", len(then.x86_64)
@@ -91,7 +91,7 @@ def only_if_named(argument: int, name: str, then: Function) -> Function:
 
 
 def points(argument: int, body: Function) -> Function:
-    """Stores the address of a function, which stands right behind it, where the argument points."""
+    """Stores the address of ``body``, which directly follows this code, where the argument points."""
     done = returns(0)
     rex, rm = 0x48 | X86[argument] >> 3, 0x80 | X86[argument] & 7
     x86 = struct.pack("<3si3Bi", b"\x48\x8d\x05", 7 + len(done.x86_64), rex, 0x89, rm, 0)
@@ -100,18 +100,18 @@ def points(argument: int, body: Function) -> Function:
 
 
 def resolves(table: Mapping[str, Function], default: Function) -> Function:
-    """``cuGetProcAddress(name, &function, …)`` with functions of its own; it has the default for any other name."""
+    """``cuGetProcAddress(name, &function, …)``: the functions of the table, and the default for any other name."""
     cases = (only_if_named(0, name, points(1, body)) for name, body in table.items())
     return reduce(add, [*cases, points(1, default)])
 
 
 def tabulates(body: Function, count: int = 128) -> Function:
-    """``cuGetExportTable(&table, id)``: the size of the table, and one function all over it, in new memory."""
+    """``cuGetExportTable(&table, id)``: a new table that starts with its size; all its functions are ``body``."""
     return Function(x86_table(count), a64_table(count)) + body
 
 
 def x86_table(count: int) -> bytes:
-    """mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), and the address of what comes next."""
+    """mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), then addresses of ``body``."""
     size, last = u32(8 * count).hex(), u32(count - 1).hex()
     mmap = f"57 31ff be{size} ba03000000 41ba22000000 49c7c0ffffffff 4531c9 b809000000 0f05 5f"
     store = f"488914c8 ffc9 75f8 48c700{size} 488907 31c0 c3"  # rax[rcx] = rdx down to 1; rax[0] = size; *rdi = rax
@@ -120,7 +120,7 @@ def x86_table(count: int) -> bytes:
 
 
 def a64_table(count: int) -> bytes:
-    """The same: x10 keeps where the argument points, x9 counts, x11 is what is stored in the memory at x0."""
+    """The same: x10 keeps the pointer argument, x9 counts, x11 is the value to store in the memory at x0."""
     size = 8 * count
     mmap = b"".join(a64_load(at, value) for at, value in enumerate((0, size, 3, 0x22, -1, 0)))
     mmap = a64(0xAA0003EA) + mmap + a64_load(8, 222) + a64(0xD4000001) + a64_load(9, count - 1)
@@ -130,14 +130,14 @@ def a64_table(count: int) -> bytes:
 
 
 def fills_by(selector: int, argument: int, blobs: Sequence[bytes], codes: Sequence[int] = ()) -> Function:
-    """Copies the blob with the number of the selector, or the last one, and returns the code with that number."""
+    """Copies the blob whose number is in the selector, or the last one, and returns the code of that number."""
     codes = codes or [0] * len(blobs)
     *cases, default = (fills(argument, blob, code=code) for blob, code in zip(blobs, codes, strict=True))
     return switch(selector, dict(enumerate(cases)), default)
 
 
 def hangs() -> Function:
-    """Sleeps for ever: pause on x86-64, ppoll for nothing on aarch64, again after every signal."""
+    """Sleeps forever: pause on x86-64, ppoll without descriptors on aarch64, again after every signal."""
     x86 = b"\xb8\x22\0\0\0\x0f\x05\xeb\xf7"
     ppoll = b"".join(a64_load(register, 73 if register == 8 else 0) for register in (0, 1, 2, 3, 4, 8)) + a64(
         0xD4000001
@@ -146,7 +146,7 @@ def hangs() -> Function:
 
 
 def exits(status: int) -> Function:
-    """Ends the process at once, as no Python code can hinder: exit_group."""
+    """Ends the process at once, with exit_group, which Python code cannot prevent."""
     x86 = struct.pack("<BIBI2s", 0xBF, status, 0xB8, 231, b"\x0f\x05")
     return Function(x86, a64_load(0, status) + a64_load(8, 94) + a64(0xD4000001))
 
@@ -164,17 +164,17 @@ def segfaults() -> Function:
 # -- drivers -----------------------------------------------------------------------------------------------------------
 
 HANDLE = 0x7000
-"""NVML's handle of the first device; those of the others follow. Like a true one it is not null."""
+"""NVML's handle of the first device; those of the others follow. Like a real one it is not null."""
 
 Overrides = Mapping[str, Function | None]
-"""Functions in place of the usual ones; None: the library does not have it."""
+"""Functions that replace the usual ones; None: the library does not have the function."""
 
 NOTHING: Overrides = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Device:
-    """A card; what ``attributes`` does not hold, the driver does not know (CUDA_ERROR_INVALID_VALUE)."""
+    """A GPU; the driver knows no other attributes than ``attributes`` (CUDA_ERROR_INVALID_VALUE)."""
 
     name: str = "NVIDIA H200"
     capability: tuple[int, int] = (9, 0)
@@ -190,7 +190,7 @@ class Device:
     nvlinks: tuple[int, ...] = ()
     """Whether each link is up; the driver knows no others (NVML_ERROR_INVALID_ARGUMENT)."""
     peers: tuple[int, ...] = ()
-    """Whether it can read the cards of these numbers: 0, or why not."""
+    """Whether it can access the GPUs with these numbers: 0, or the reason why not."""
     remapped_rows: tuple[int, int, int, int] = (0, 0, 0, 0)
     fabric_state: int = 0
     fabric_status: int = 0
@@ -212,7 +212,7 @@ def c_string(text: str) -> bytes:
 
 
 def by_device(argument: int, devices: Iterable[Function], first: int, missing: int) -> Function:
-    """The function of the device whose number or handle the argument is, counted from ``first``."""
+    """The function of the device whose number or handle is the argument, counted from ``first``."""
     return switch(argument, dict(enumerate(devices, first)), returns(missing))
 
 
@@ -225,43 +225,47 @@ def fake_libcuda(
     overrides: Overrides = NOTHING,
     machine: str = NATIVE,
 ) -> bytes:
-    """A ``libcuda.so.1``. Where ``cuInit`` fails, all but the version returns CUDA_ERROR_NOT_INITIALIZED.
+    """A ``libcuda.so.1``. If ``cuInit`` fails, all functions but the version return CUDA_ERROR_NOT_INITIALIZED.
 
-    What torch is told of ``cuInit`` it tells us. A driver at work cannot be faked for it: the CUDA runtime finds the
-    tables wanting and calls the driver too old, whichever version it has.
+    torch reports the result of ``cuInit``. A working driver cannot be faked for it: the CUDA runtime rejects the tables
+    and reports that the driver is too old, whatever its version is.
     """
     functions = dict.fromkeys(cuda_getters(()), returns(3)) if init else cuda_getters(devices)
     functions |= {"cuInit": returns(init), "cuDriverGetVersion": fills(0, u32(version))}
     functions["cuGetExportTable"] = tabulates(returns(0))
     if count_code:
         functions["cuDeviceGetCount"] = returns(count_code)
-    functions = kept(functions, overrides)
-    return library(soname="libcuda.so.1", functions=kept(functions | by_name(functions), overrides), machine=machine)
+    functions = overridden(functions, overrides)
+    return library(
+        soname="libcuda.so.1",
+        functions=overridden(functions | lookups(functions), overrides),
+        machine=machine,
+    )
 
 
-def by_name(functions: Mapping[str, Function]) -> dict[str, Function]:
-    """The roads to them that the CUDA runtime takes. It asks for the asking itself by name, too."""
-    again = {"cuGetProcAddress": resolves(functions, returns(0))}
-    return dict.fromkeys(("cuGetProcAddress", "cuGetProcAddress_v2"), resolves({**functions, **again}, returns(0)))
+def lookups(functions: Mapping[str, Function]) -> dict[str, Function]:
+    """The functions by which the CUDA runtime looks up others. It looks up the first of them by name, too."""
+    lookup = {"cuGetProcAddress": resolves(functions, returns(0))}
+    return dict.fromkeys(("cuGetProcAddress", "cuGetProcAddress_v2"), resolves({**functions, **lookup}, returns(0)))
 
 
-def kept(functions: Mapping[str, Function], overrides: Overrides) -> dict[str, Function]:
+def overridden(functions: Mapping[str, Function], overrides: Overrides) -> dict[str, Function]:
     return {name: body for name, body in {**functions, **overrides}.items() if body}
 
 
 def cuda_getters(devices: Sequence[Device]) -> dict[str, Function]:
-    def each(argument: int, *blobs: bytes) -> Function:
+    def per_device(argument: int, *blobs: bytes) -> Function:
         return by_device(argument, (fills(0, blob) for blob in blobs), first=0, missing=101)
 
-    uuid = each(1, *(UUID(device.uuid.removeprefix("GPU-")).bytes for device in devices))
+    uuid = per_device(1, *(UUID(device.uuid.removeprefix("GPU-")).bytes for device in devices))
     return {
         "cuDeviceGetCount": fills(0, u32(len(devices))),
-        "cuDeviceGet": each(1, *(u32(number) for number in range(len(devices)))),
+        "cuDeviceGet": per_device(1, *(u32(number) for number in range(len(devices)))),
         "cuDeviceGetAttribute": by_device(2, map(attribute_of, devices), first=0, missing=101),
-        "cuDeviceGetName": each(2, *(c_string(device.name) for device in devices)),
+        "cuDeviceGetName": per_device(2, *(c_string(device.name) for device in devices)),
         "cuDeviceGetUuid": uuid,
         "cuDeviceGetUuid_v2": uuid,
-        "cuDeviceTotalMem_v2": each(1, *(u64(device.memory) for device in devices)),
+        "cuDeviceTotalMem_v2": per_device(1, *(u64(device.memory) for device in devices)),
     }
 
 
@@ -281,7 +285,7 @@ def fake_nvml(
     overrides: Overrides = NOTHING,
     machine: str = NATIVE,
 ) -> bytes:
-    """A ``libnvidia-ml.so.1``. Where ``nvmlInit`` fails, all else returns NVML_ERROR_UNINITIALIZED."""
+    """A ``libnvidia-ml.so.1``. If ``nvmlInit`` fails, all other functions return NVML_ERROR_UNINITIALIZED."""
     system = {
         "nvmlShutdown": returns(0),
         "nvmlSystemGetDriverVersion": fills(0, c_string(driver)),
@@ -295,7 +299,7 @@ def fake_nvml(
     functions = system | {name: nvml_getter(name, devices) for name in NVML_GETTERS}
     functions = dict.fromkeys(functions, returns(1)) if init else functions
     functions |= dict.fromkeys(("nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags"), returns(init))
-    return library(soname="libnvidia-ml.so.1", functions=kept(functions, overrides), machine=machine)
+    return library(soname="libnvidia-ml.so.1", functions=overridden(functions, overrides), machine=machine)
 
 
 def handle_of(number: int) -> Function:
@@ -307,7 +311,7 @@ def nvml_getter(name: str, devices: Sequence[Device]) -> Function:
 
 
 def numbers(*values: int) -> Function:
-    """Each to an ``unsigned int *`` of its own, after the handle."""
+    """Stores each value in its own ``unsigned int *``; these arguments follow the handle."""
     first, *more = enumerate(map(u32, values), 1)
     return fills(*first, *more)
 
@@ -319,13 +323,13 @@ def pci_info(device: Device) -> Function:
 
 
 def fabric_info(device: Device, version: bytes = b"") -> Function:
-    """``nvmlGpuFabricInfo_t``, or ``nvmlGpuFabricInfo_v2_t``, which has its version before and its health after it."""
+    """``nvmlGpuFabricInfo_t``, or ``nvmlGpuFabricInfo_v2_t``, which begins with its version and ends with health."""
     health = u32(0) if version else b""
     return fills(1, version + bytes(16) + u32(device.fabric_status, 0, device.fabric_state) + health)
 
 
 def compute_processes(device: Device) -> Function:
-    """How many there are, and which; for a null pointer only how many, and NVML_ERROR_INSUFFICIENT_SIZE."""
+    """The count and the list of processes; for a null pointer only the count, and NVML_ERROR_INSUFFICIENT_SIZE."""
     count = (1, u32(len(device.processes)))
     infos = b"".join(struct.pack("<IxxxxQII", *process, 0xFFFFFFFF, 0xFFFFFFFF) for process in device.processes)
     return switch(2, {0: fills(*count, code=7 if infos else 0)}, fills(*count, (2, infos)))

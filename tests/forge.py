@@ -1,6 +1,6 @@
-"""Builders of checkpoint files, sound and otherwise: every header field can be set, whatever it then says.
+"""Builders of checkpoint files, valid and malformed: every header field can be set, even to a wrong value.
 
-Without torch: pickles are put together from opcodes, archives from structs. Payloads that stand for hostile ones call
+torch is not used: pickles are assembled from opcodes, archives from structs. Payloads that stand for hostile ones call
 ``os.getcwd`` or ``builtins.print``, nothing else.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FUZZ = int(os.environ.get("TRANSLOAD_FUZZ", "1"))
-"""How many times the usual number of examples the properties are tried on."""
+"""Multiplies the number of examples of the property tests."""
 
 ALL32 = 0xFFFFFFFF
 LOCAL = struct.Struct("<4s5H3L2H")
@@ -36,7 +36,7 @@ def text(value: str) -> bytes:
 
 
 def bignum(value: int) -> bytes:
-    """LONG1 or LONG4, for what does not fit elsewhere."""
+    """LONG1 or LONG4, for integers that BININT cannot hold."""
     raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     return (b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<i", len(raw))) + raw
 
@@ -49,7 +49,7 @@ def number(value: int) -> bytes:
 
 
 def value_of(item: object) -> bytes:
-    """A plain value as opcodes; bytes are opcodes already."""
+    """The opcodes of a plain value; ``bytes`` already are opcodes."""
     if isinstance(item, bytes):
         return item
     if item is None or isinstance(item, bool):
@@ -108,8 +108,8 @@ def tensor(
     numel: object = 4,
 ) -> bytes:
     """A call of ``_rebuild_tensor_v2``."""
-    held = storage_id(key, numel) if storage is None else storage
-    return call(name("torch._utils", "_rebuild_tensor_v2"), held, offset, shape, stride, False, ordered())
+    persistent_id = storage_id(key, numel) if storage is None else storage
+    return call(name("torch._utils", "_rebuild_tensor_v2"), persistent_id, offset, shape, stride, False, ordered())
 
 
 def rebuilt(function: str, *args: object) -> bytes:
@@ -136,7 +136,7 @@ def state_dict(count: int = 2) -> bytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """One record of an archive. What is ``None`` gets its true value; ``local_…`` are the fields of its own header."""
+    """One record of an archive. Fields left ``None`` get their correct value; ``local_…`` are in the local header."""
 
     name: bytes
     data: bytes = b""
@@ -166,7 +166,7 @@ class Entry:
     listed: bool = True
 
     def payload(self) -> bytes:
-        """The bytes as they lie in the file."""
+        """The bytes as stored in the file."""
         if self.raw is not None:
             return self.raw
         if self.method != 8:
@@ -176,32 +176,32 @@ class Entry:
 
 @functools.lru_cache(4)
 def deflated(data: bytes) -> bytes:
-    """A stream without a header. Three parts of an archive are made of it, or of its length."""
+    """A raw deflate stream, cached: the builder needs it, or its length, three times for each record."""
     packer = zlib.compressobj(6, zlib.DEFLATED, -15)
     return packer.compress(data) + packer.flush()
 
 
-def given(value: int | None, otherwise: int) -> int:
-    return otherwise if value is None else value
+def or_default(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def local_header(entry: Entry, position: int) -> bytes:
-    """The header before a payload, padded as torch pads: the payload begins at a multiple of 64."""
+    """The header before a payload, padded as torch pads it: the payload starts at a multiple of 64."""
     title = entry.name if entry.local_name is None else entry.local_name
     extra = entry.local_extra
     if extra is None:
         padding = -(position + LOCAL.size + len(title) + 4) % 64
         extra = b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    flags = given(entry.local_flags, entry.flags)
+    flags = or_default(entry.local_flags, entry.flags)
     known = not flags & 8
     fields = (
         flags,
-        given(entry.local_method, entry.method),
+        or_default(entry.local_method, entry.method),
         entry.time,
         entry.date,
-        given(entry.local_crc32, zlib.crc32(entry.data) if known else 0),
-        given(entry.local_stored, len(entry.payload()) if known else 0),
-        given(entry.local_size, len(entry.data) if known else 0),
+        or_default(entry.local_crc32, zlib.crc32(entry.data) if known else 0),
+        or_default(entry.local_stored, len(entry.payload()) if known else 0),
+        or_default(entry.local_size, len(entry.data) if known else 0),
         len(title),
         len(extra),
     )
@@ -209,27 +209,27 @@ def local_header(entry: Entry, position: int) -> bytes:
 
 
 def descriptor_of(entry: Entry) -> bytes:
-    if entry.descriptor is not None or not given(entry.local_flags, entry.flags) & 8:
+    if entry.descriptor is not None or not or_default(entry.local_flags, entry.flags) & 8:
         return entry.descriptor or b""
     return struct.pack("<4s3L", b"PK\x07\x08", zlib.crc32(entry.data), len(entry.payload()), len(entry.data))
 
 
 def central_entry(entry: Entry, header: int) -> bytes:
-    """A line of the directory."""
+    """An entry of the central directory."""
     fields = (
         *(entry.needed, entry.needed, entry.flags, entry.method, entry.time, entry.date),
-        given(entry.crc32, zlib.crc32(entry.data)),
-        given(entry.stored, len(entry.payload())),
-        given(entry.size, len(entry.data)),
+        or_default(entry.crc32, zlib.crc32(entry.data)),
+        or_default(entry.stored, len(entry.payload())),
+        or_default(entry.size, len(entry.data)),
         *(len(entry.name), len(entry.extra), len(entry.comment), entry.disk, 0, entry.attributes),
-        given(entry.header, header),
+        or_default(entry.header, header),
     )
     return CENTRAL.pack(b"PK\x01\x02", *fields) + entry.name + entry.extra + entry.comment
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The end of an archive. What is ``None`` gets its true value; ``zip64`` adds the wide records before it."""
+    """The end of an archive. Fields left ``None`` get their correct value; ``zip64`` adds its records before it."""
 
     zip64: bool = False
     disk: int = 0
@@ -250,35 +250,39 @@ class Tail:
     after: bytes = b""
 
     def build(self, count: int, size: int, start: int) -> bytes:
-        """All end records of a directory of ``count`` entries that takes ``size`` bytes from ``start`` on."""
-        total = given(self.count, min(count, 0xFFFF))
-        place = (given(self.size, min(size, ALL32)), given(self.start, min(start, ALL32)))
-        length = given(self.comment_length, len(self.comment))
-        end = END.pack(b"PK\x05\x06", self.disk, self.disk, given(self.here, total), total, *place, length)
+        """All end records for a directory of ``count`` entries that occupies ``size`` bytes from ``start``."""
+        total = or_default(self.count, min(count, 0xFFFF))
+        place = (or_default(self.size, min(size, ALL32)), or_default(self.start, min(start, ALL32)))
+        length = or_default(self.comment_length, len(self.comment))
+        end = END.pack(b"PK\x05\x06", self.disk, self.disk, or_default(self.here, total), total, *place, length)
         return self.wide(count, size, start) + end + self.comment + self.after
 
     def wide(self, count: int, size: int, start: int) -> bytes:
         if not self.zip64:
             return b""
-        numbers = (given(self.wide_count, count), given(self.wide_size, size), given(self.wide_start, start))
+        numbers = (
+            or_default(self.wide_count, count),
+            or_default(self.wide_size, size),
+            or_default(self.wide_start, start),
+        )
         record = (self.wide_length, 45, 45, self.wide_disk, self.wide_disk, numbers[0], *numbers)
-        locator = LOCATOR64.pack(b"PK\x06\x07", 0, given(self.locator, start + size), self.disks)
+        locator = LOCATOR64.pack(b"PK\x06\x07", 0, or_default(self.locator, start + size), self.disks)
         return END64.pack(self.wide_signature, *record) + locator
 
 
 def archive(records: Sequence[Entry], tail: Tail | None = None, *, before: bytes = b"", gap: bytes = b"") -> bytes:
-    """A zip archive of these records, with bytes ``before`` them, and in the ``gap`` between them and the directory."""
+    """A zip archive of these records, with ``before`` in front of them and ``gap`` between them and the directory."""
     out = bytearray(before)
-    lines: list[bytes] = []
+    index_entries: list[bytes] = []
     for entry in records:
         header = len(out)
         if entry.in_file:
             out += local_header(entry, header) + entry.payload() + descriptor_of(entry)
         if entry.listed:
-            lines.append(central_entry(entry, header))
+            index_entries.append(central_entry(entry, header))
     out += gap
-    start, directory = len(out), b"".join(lines)
-    return bytes(out + directory + (tail or Tail()).build(len(lines), len(directory), start))
+    start, directory = len(out), b"".join(index_entries)
+    return bytes(out + directory + (tail or Tail()).build(len(index_entries), len(directory), start))
 
 
 def entries(
@@ -289,14 +293,16 @@ def entries(
     extra: Mapping[str, bytes] | None = None,
     **fields: Any,
 ) -> list[Entry]:
-    """The records torch 2.13 writes, in its order. Without arguments: two vectors of four floats."""
-    held = {str(i): struct.pack("<4f", *range(4 * i, 4 * i + 4)) for i in range(2)} if storages is None else storages
+    """The records that torch 2.13 writes, in its order. Without arguments: two vectors of four floats."""
+    contents = (
+        {str(i): struct.pack("<4f", *range(4 * i, 4 * i + 4)) for i in range(2)} if storages is None else storages
+    )
     parts: dict[str, bytes] = {
         "data.pkl": state_dict() if pickle is None else pickle,
         ".format_version": b"1",
         ".storage_alignment": b"64",
         "byteorder": b"little",
-        **{f"data/{key}": data for key, data in held.items()},
+        **{f"data/{key}": data for key, data in contents.items()},
         "version": b"3\n",
         ".data/serialization_id": b"0" * 40,
         **(extra or {}),
@@ -305,23 +311,23 @@ def entries(
 
 
 def find(records: Sequence[Entry], title: str) -> int:
-    """The index of the record whose name ends so."""
+    """The index of the record whose name ends with ``/title``."""
     return next(i for i, entry in enumerate(records) if entry.name.endswith(b"/" + title.encode()))
 
 
 def remade(records: Sequence[Entry], title: str, **changes: Any) -> list[Entry]:
-    """The records with some fields of one of them changed."""
+    """The records, with some fields of one of them replaced."""
     at = find(records, title)
     return [*records[:at], replace(records[at], **changes), *records[at + 1 :]]
 
 
 def checkpoint(pickle: bytes | None = None, storages: Mapping[str, bytes] | None = None, **fields: Any) -> bytes:
-    """A whole checkpoint in the zip format."""
+    """A complete checkpoint in the zip format."""
     return archive(entries(pickle, storages, **fields))
 
 
 def records(data: bytes) -> dict[str, bytes]:
-    """Name and bytes of every record as ``zipfile`` reads them."""
+    """Name and content of every record, as ``zipfile`` reads them."""
     import io
     import zipfile
 
@@ -330,39 +336,39 @@ def records(data: bytes) -> dict[str, bytes]:
 
 
 def sized(nbytes: int) -> bytes:
-    """The zip64 extra field of the directory for a record of that size, stored."""
+    """The zip64 extra field, in the directory, of an uncompressed record of that size."""
     return struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
 
 
 def sparse_archive(path: Path, nbytes: int, crc: int, pickle: bytes) -> None:
-    """A checkpoint with a storage ``0`` of zeros that takes no room on the disk, and one of 16 bytes behind it.
+    """A checkpoint with a storage ``0`` of zeros, which takes no disk space, and after it one of 16 bytes.
 
-    Laid out as torch lays out what is beyond 4 GiB: sizes and offsets in zip64 fields, descriptors of 24 bytes.
+    Laid out as torch does beyond 4 GiB: sizes and offsets in zip64 fields, data descriptors of 24 bytes.
     """
     with path.open("wb") as file:
-        lines = [central_entry(entry, put(file, entry)) for entry in entries(pickle, {})[:1]]
-        lines.append(put_zeros(file, b"archive/data/0", nbytes, crc))
+        lines = [central_entry(entry, write_record(file, entry)) for entry in entries(pickle, {})[:1]]
+        lines.append(write_zeros(file, b"archive/data/0", nbytes, crc))
         lines += [
-            put_far(file, b"archive/data/1", struct.pack("<4f", 1, 2, 3, 4)),
-            put_far(file, b"archive/version", b"3\n"),
+            write_far_record(file, b"archive/data/1", struct.pack("<4f", 1, 2, 3, 4)),
+            write_far_record(file, b"archive/version", b"3\n"),
         ]
         start, directory = file.tell(), b"".join(lines)
         file.write(directory + Tail(zip64=True, start=ALL32).build(len(lines), len(directory), start))
 
 
 def is_sparse(path: Path) -> bool:
-    """Whether a file with holes takes less room than it shows."""
+    """Whether a file has holes, so that it occupies less disk space than its size."""
     status = path.stat()
     return getattr(status, "st_blocks", status.st_size) * 512 < min(status.st_size, 1 << 20)
 
 
-def put(file: BinaryIO, entry: Entry) -> int:
+def write_record(file: BinaryIO, entry: Entry) -> int:
     header = file.tell()
     file.write(local_header(entry, header) + entry.payload() + descriptor_of(entry))
     return header
 
 
-def put_zeros(file: BinaryIO, title: bytes, nbytes: int, crc: int) -> bytes:
+def write_zeros(file: BinaryIO, title: bytes, nbytes: int, crc: int) -> bytes:
     header = file.tell()
     wide = struct.pack("<2H2Q", 1, 16, nbytes, 0)
     padding = -(header + LOCAL.size + len(title) + len(wide) + 4) % 64
@@ -375,7 +381,7 @@ def put_zeros(file: BinaryIO, title: bytes, nbytes: int, crc: int) -> bytes:
     )
 
 
-def put_far(file: BinaryIO, title: bytes, data: bytes) -> bytes:
+def write_far_record(file: BinaryIO, title: bytes, data: bytes) -> bytes:
     header, crc = file.tell(), zlib.crc32(data)
     wide = struct.pack("<2HQ", 1, 8, header)
     padding = -(header + LOCAL.size + len(title) + len(wide) + 4) % 64
@@ -386,7 +392,7 @@ def put_far(file: BinaryIO, title: bytes, data: bytes) -> bytes:
     return CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x808, 0, 0, 0, *sizes, 0, 0, 0, 0, ALL32) + title + wide
 
 
-# -- the older formats -------------------------------------------------------------------------------------------------
+# -- the older formats: stream and tar ---------------------------------------------------------------------------------
 
 MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 FACTS = dictionary({"protocol_version": 1001, "little_endian": True, "type_sizes": dictionary({"int": 4})})
@@ -394,9 +400,9 @@ FLOATS = struct.pack("<4f", 1, 2, 3, 4)
 
 
 def legacy_object(count: int = 2) -> bytes:
-    """A state dict as the stream format writes it: six-part ids."""
-    held = {f"w{i}": tensor(storage=storage_id(str(i), 4, "FloatStorage", "cpu", None)) for i in range(count)}
-    return ordered(held)
+    """A state dict as the stream format writes it: storage ids have six parts."""
+    tensors = {f"w{i}": tensor(storage=storage_id(str(i), 4, "FloatStorage", "cpu", None)) for i in range(count)}
+    return ordered(tensors)
 
 
 @dataclass(frozen=True)
@@ -412,17 +418,17 @@ class Legacy:
     after: bytes = b""
 
     def parts(self) -> tuple[bytes, ...]:
-        """Everything in order."""
+        """All parts, in file order."""
         return (self.magic, self.protocol, self.facts, self.object, self.keys, *self.storages, self.after)
 
 
 def legacy(**parts: Any) -> bytes:
-    """A checkpoint in the stream format: two vectors of four floats, unless parts of it are given."""
+    """A checkpoint in the stream format: two vectors of four floats, unless ``parts`` replace them."""
     return b"".join(Legacy(**parts).parts())
 
 
 def tar_member(title: bytes, data: bytes, kind: bytes = b"0", **fields: bytes) -> bytes:
-    """A header and the data after it, in blocks of 512. ``fields`` replace what stands in the header."""
+    """A header and its data, in blocks of 512 bytes. ``fields`` replace fields of the header."""
     layout: list[tuple[str, int, bytes]] = [
         ("name", 100, title),
         ("mode", 8, b"0000644\0"),
@@ -444,29 +450,29 @@ def tar_member(title: bytes, data: bytes, kind: bytes = b"0", **fields: bytes) -
 
 
 def tar_storages(count: int = 1) -> bytes:
-    """The member ``storages``: their number, each with its id and bytes, and no views."""
-    one = [
+    """The member ``storages``: the count, each storage with its id and bytes, and no views."""
+    storages = [
         pickled(tuple_of(i, "cpu", name("torch", "FloatStorage"))) + struct.pack("<q", 4) + FLOATS for i in range(count)
     ]
-    return pickled(number(count)) + b"".join(one) + pickled(b"]")
+    return pickled(number(count)) + b"".join(storages) + pickled(b"]")
 
 
 def tar_tensors(count: int = 1) -> bytes:
-    """The member ``tensors``: their number, then each with its storage and its numbers."""
-    one = [
+    """The member ``tensors``: the count, then each tensor with its storage, shape, stride and offset."""
+    tensors = [
         pickled(tuple_of(100 + i, i, name("torch", "FloatTensor"))) + struct.pack("<i4x3q", 1, 4, 1, 0)
         for i in range(count)
     ]
-    return pickled(number(count)) + b"".join(one)
+    return pickled(number(count)) + b"".join(tensors)
 
 
 def tar(parts: Mapping[str, bytes] | None = None, *more: bytes, end: bytes = bytes(1024)) -> bytes:
-    """A checkpoint in the tar format: a dictionary of one vector of four floats, unless members are given."""
-    held = {
+    """A checkpoint in the tar format: a dictionary with one vector of four floats, unless ``parts`` replace members."""
+    members = {
         "sys_info": pickled(FACTS),
         "pickle": pickled(dictionary({"w0": b"P100\n"})),
         "tensors": tar_tensors(),
         "storages": tar_storages(),
         **(parts or {}),
     }
-    return b"".join([*(tar_member(title.encode(), data) for title, data in held.items()), *more, end])
+    return b"".join([*(tar_member(title.encode(), data) for title, data in members.items()), *more, end])

@@ -1,10 +1,9 @@
-"""Programs in processes of their own, which begin with their imports done.
+"""Run Python programs in forks of a process that has already imported torch.
 
-To import torch takes two seconds, and to fork a process that has imported it some milliseconds. So a server imports
-once and forks for every program. What it makes is a process like any other: its arguments, folder, environment and
-streams are its own. When it ends, its threads are waited for and what it registered is called, but its modules are not
-torn down, which for torch takes half a second. What tests the start or the end of Python, or the import itself, takes
-``subprocess``.
+To import torch takes two seconds, to fork a process that has imported it a few milliseconds. So a server imports it
+once and forks for every program. The fork is a process like any other, with its own arguments, folder, environment and
+streams. At its end it waits for its threads and calls its exit handlers, but it does not tear down its modules, which
+for torch takes half a second. Tests of the start or the end of Python, or of the import itself, use ``subprocess``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from typing import NamedTuple, NoReturn
 
 SOURCE = Path(__file__).parent.parent / "src"
 FORKS = sys.platform == "linux"
-"""Elsewhere libraries may not survive a fork, and every program is started."""
+"""On other systems libraries may not survive a fork, so each program gets a new interpreter."""
 PATIENCE = 300.0
 
 
@@ -44,7 +43,7 @@ def run(
     stdin: str = "",
     imports: tuple[str, ...] = ("torch",),
 ) -> subprocess.CompletedProcess[str]:
-    """What ``python SCRIPT``, ``python -m MODULE`` or ``python -c CODE`` does where these modules are imported."""
+    """Run ``python SCRIPT``, ``python -m MODULE`` or ``python -c CODE`` with these modules already imported."""
     command = [str(argument) for argument in arguments]
     environ = {**(os.environ if env is None else env), "PYTHONUTF8": "1"}
     if not FORKS:
@@ -58,15 +57,19 @@ def run(
             timeout=PATIENCE,
             check=False,
         )
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as told:
-        given.write(stdin.encode())
-        given.seek(0)
-        streams = [each.fileno() for each in (given, printed, told)]
+    with (
+        tempfile.TemporaryFile() as stdin_file,
+        tempfile.TemporaryFile() as stdout_file,
+        tempfile.TemporaryFile() as stderr_file,
+    ):
+        stdin_file.write(stdin.encode())
+        stdin_file.seek(0)
+        streams = [file.fileno() for file in (stdin_file, stdout_file, stderr_file)]
         code = ask(server(*imports), Request(command, str(cwd or Path.cwd()), environ), streams)
         texts = []
-        for each in (printed, told):
-            each.seek(0)
-            texts.append(each.read().decode())
+        for file in (stdout_file, stderr_file):
+            file.seek(0)
+            texts.append(file.read().decode())
     return subprocess.CompletedProcess(command, code, *texts)
 
 
@@ -80,38 +83,38 @@ class Request(NamedTuple):
 
 @functools.cache
 def server(*imports: str) -> str:
-    """The address of a server, which has imported these when it first answers, and ends with this process."""
-    folder = tempfile.mkdtemp(prefix="forks")  # an address has room for a hundred characters
+    """Start a server that imports these modules and ends with this process; return its address."""
+    folder = tempfile.mkdtemp(prefix="forks")  # an address has at most about a hundred characters
     address = f"{folder}/socket"
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
         child = subprocess.Popen(
             [sys.executable, __file__, "serve", str(listener.fileno()), *imports],
-            # No threads: it forks.
-            env={**kept, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            # It forks, so it must not have threads.
+            env={**environ, "PYTHONUTF8": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
         )
 
-    def leave() -> None:
+    def shut_down() -> None:
         child.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(leave)
+    atexit.register(shut_down)
     return address
 
 
 def ask(address: str, request: Request, streams: list[int]) -> int:
-    """Have a server run a program with these for its standard streams; its exit code, or minus the signal."""
-    with asked(address, request, streams) as connection, connection.makefile() as answer:
+    """Run a program on a server with these standard streams; return its exit code, or minus the signal."""
+    with send(address, request, streams) as connection, connection.makefile() as answer:
         return int(answer.readline())
 
 
-def asked(address: str, request: Request, streams: list[int]) -> socket.socket:
-    """The connection over which the answer will come. A program is killed when its connection is closed."""
+def send(address: str, request: Request, streams: list[int]) -> socket.socket:
+    """Send the request; return the connection for the answer. To close it kills the program."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(PATIENCE)
     connection.connect(address)
@@ -124,28 +127,28 @@ def asked(address: str, request: Request, streams: list[int]) -> socket.socket:
 
 
 def serve(descriptor: int, imports: list[str]) -> Request:
-    """Serve until the standard input ends. Only in the process of a program does it return, and what it is to run."""
+    """Serve until the standard input ends. It returns only in a fork: the program to run there."""
     sys.path[:1] = [str(SOURCE), str(SOURCE.parent)]
     for module in imports:
         importlib.import_module(module)
     del sys.path[:2]
-    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # that it has threads; no program sees it
+    warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # about threads; programs do not see it
     gc.collect()
-    gc.freeze()  # or each program would look through all that is imported, and copy it by that
+    gc.freeze()  # or the collector would visit, and so copy, all imported objects in every program
     listener = socket.socket(fileno=descriptor)
     listener.set_inheritable(False)
-    ends, told = socket.socketpair()
-    told.setblocking(False)
+    wakeup_reader, wakeup_writer = socket.socketpair()
+    wakeup_writer.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(told.fileno())
+    signal.set_wakeup_fd(wakeup_writer.fileno())
     running: dict[int, socket.socket] = {}
     while True:
-        waited: list[int | socket.socket] = [0, listener, ends, *running.values()]
-        ready, _, _ = select.select(waited, [], [])
-        if ends in ready:
-            ends.recv(1 << 16)
+        watched: list[int | socket.socket] = [0, listener, wakeup_reader, *running.values()]
+        ready, _, _ = select.select(watched, [], [])
+        if wakeup_reader in ready:
+            wakeup_reader.recv(1 << 16)
         for program, connection in [*running.items()]:
-            if 0 in ready or connection in ready:  # nobody waits any more
+            if 0 in ready or connection in ready:  # the client is gone
                 stop(program)
             else:
                 ended, status = os.waitpid(program, os.WNOHANG)
@@ -161,27 +164,27 @@ def serve(descriptor: int, imports: list[str]) -> Request:
         connection, _ = listener.accept()
         _, streams, _, _ = socket.recv_fds(connection, 1, 3)
         with connection.makefile() as lines:
-            asked_for = lines.readline()
-        program = os.fork() if asked_for else -1
+            request_line = lines.readline()
+        program = os.fork() if request_line else -1
         if not program:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for held in (listener, ends, told, connection, *running.values()):
-                held.close()
+            for inherited in (listener, wakeup_reader, wakeup_writer, connection, *running.values()):
+                inherited.close()
             for number, stream in enumerate(streams):
                 os.dup2(stream, number)
                 os.close(stream)
-            return Request(*json.loads(asked_for))
+            return Request(*json.loads(request_line))
         for stream in streams:
             os.close(stream)
-        if asked_for:
+        if request_line:
             running[program] = connection
 
 
 def stop(program: int) -> None:
-    """Kill a program with all that it has started."""
-    with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+    """Kill a program and the processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):  # it has not created its process group yet
         os.killpg(program, signal.SIGKILL)
     os.kill(program, signal.SIGKILL)
     os.waitpid(program, 0)
@@ -192,11 +195,11 @@ def become(request: Request) -> None:
     os.chdir(request.cwd)
     os.environ.clear()
     os.environ.update(request.environ)
-    tempfile.tempdir = None  # it may be that of the server
+    tempfile.tempdir = None  # the server may have cached its own
     kind, *rest = request.arguments
-    given = [path for path in request.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    python_path = [path for path in request.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = "" if kind in ("-c", "-m") else str(Path(kind).resolve().parent)
-    sys.path[:] = [first, *given, *sys.path]
+    sys.path[:] = [first, *python_path, *sys.path]
     if kind == "-m":
         sys.argv[:] = rest
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
@@ -214,13 +217,13 @@ def become(request: Request) -> None:
 
 
 def end(program: Callable[[], None]) -> NoReturn:
-    """Run it, and end the process as Python does, as far as programs can tell."""
+    """Run the program, and end the process as Python does, as far as programs can see."""
     code: object = None
     try:
         program()
-    except SystemExit as left:
-        code = left.code
-    except BaseException:  # noqa: BLE001 - this is the last
+    except SystemExit as exiting:
+        code = exiting.code
+    except BaseException:  # noqa: BLE001 - there is no other handler
         sys.excepthook(*sys.exc_info())
         code = 1
     if not isinstance(code, int | None):
@@ -234,8 +237,8 @@ def end(program: Callable[[], None]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    verb, where, *more = sys.argv[1:]
+    verb, target, *more = sys.argv[1:]
     if verb == "serve":
-        end(functools.partial(become, serve(int(where), more)))
-    else:  # as ``python MORE`` in a shell
-        sys.exit(ask(where, Request(more, str(Path.cwd()), dict(os.environ)), [0, 1, 2]) % 256)
+        end(functools.partial(become, serve(int(target), more)))
+    else:  # like ``python MORE`` in a shell
+        sys.exit(ask(target, Request(more, str(Path.cwd()), dict(os.environ)), [0, 1, 2]) % 256)

@@ -1,4 +1,4 @@
-"""Which engine of torch makes quantized modules on this machine."""
+"""The engine of torch for quantized modules that works on this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import nn
 
 @functools.cache
 def working_engine() -> str:
-    """The default engine where it works, else the first that does, or ``""``. The default is left as it was.
+    """The default engine if it works, else the first that does, or ``""``. The default stays as it was.
 
-    A build may list engines, and choose one as the default, that fail at their first use: those for x86 on aarch64.
+    A build may list engines, and even default to one, that fail at their first use: those for x86 on aarch64.
     Select it with ``monkeypatch.setattr(torch.backends.quantized, "engine", working_engine())``.
     """
     backend = torch.backends.quantized

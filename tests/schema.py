@@ -1,4 +1,4 @@
-"""Documents against the JSON schemas of the manual."""
+"""Validation against the JSON schemas of the manual."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jsonschema
 
 
 def validate(document: object, schema: Path) -> None:
-    """Raise ``jsonschema.ValidationError`` where the document is not as the schema says."""
+    """Raise ``jsonschema.ValidationError`` if the document does not match the schema."""
     error = jsonschema.exceptions.best_match(_validator(schema).iter_errors(document))
     if error is not None:
         raise error
@@ -19,8 +19,8 @@ def validate(document: object, schema: Path) -> None:
 
 @functools.cache
 def _validator(path: Path) -> Any:
-    """To check the schema itself takes longer than most documents do, so that is done once."""
+    """The validator, cached: to check the schema itself takes longer than to check most documents."""
     schema = json.loads(path.read_text(encoding="utf-8"))
-    made = jsonschema.validators.validator_for(schema)
-    made.check_schema(schema)
-    return made(schema)
+    validator_class = jsonschema.validators.validator_for(schema)
+    validator_class.check_schema(schema)
+    return validator_class(schema)

@@ -1,4 +1,4 @@
-"""Work that several tests share, done once even where they run in several processes."""
+"""Work that several tests share, done once even if they run in several processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
-    """A folder, and what ``make`` returned for it; both are the same in all workers of pytest-xdist.
+    """A folder, and what ``make`` returned for it; both are the same in all pytest-xdist workers.
 
-    The answer must be plain data: it goes through a file.
+    The result must be plain data, because it is stored as JSON.
     """
     base = factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     folder.mkdir(exist_ok=True)
     answer = folder / "answer.json"
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also by a worker that dies
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also if the worker dies
         if not answer.exists():
-            made = json.dumps(make(folder))
-            answer.write_text(made, encoding="utf-8")
+            result = json.dumps(make(folder))
+            answer.write_text(result, encoding="utf-8")
         return folder, json.loads(answer.read_text(encoding="utf-8"))

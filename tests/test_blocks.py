@@ -1,8 +1,8 @@
 """Every command and every piece of code in the manual does what the page says.
 
-Blocks are run in a folder that has the files they name. A comment before a block, which readers do not see, says what
-else is to be known: ``<!-- not run: needs a GPU -->``, ``<!-- exits with 1 -->``. What cannot be run, a
-synopsis or a signature, is compared with the program in test_synopses.py.
+Blocks run in a folder with the files that they name. An HTML comment before a block, which readers do not see, holds
+what else the test needs to know: ``<!-- not run: needs a GPU -->``, ``<!-- exits with 1 -->``. Blocks that cannot be
+run, a synopsis or a signature, are compared with the program in test_synopses.py.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ REASONS = (
 )
 AT_MOST_NOT_RUN = 8
 AS_SHOWN = torch.version.cuda is None and sys.platform == "linux"
-"""Whether reports read here as on the machine of the pages, which has no GPU and a torch for the CPU."""
+"""Whether reports read as on the machine of the pages, which has no GPU and a torch for the CPU."""
 EXITS = {("verify.md", "transload verify model.pt"): "1"}
-"""For pages that say it in their words only."""
+"""Exit codes that a page states only in its text."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to be in, with ``transload`` and ``python`` on the path.
+    """An empty working directory, with ``transload`` and ``python`` on the path.
 
-    They are forked from a process that has imported torch; test_run.py starts programs anew.
+    Both are forked from a process that has imported torch; test_run.py starts new interpreters.
     """
     programs = tmp_path / "bin"
     programs.mkdir()
-    served = f' -S "{forks.__file__}" ask {forks.server("torch")}' if forks.FORKS else ""
-    for name, call in (("python", served), ("python3", ""), ("transload", f"{served} -m transload")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{call} "$@"\n', encoding="utf-8")
+    client = f' -S "{forks.__file__}" ask {forks.server("torch")}' if forks.FORKS else ""
+    for name, options in (("python", client), ("python3", ""), ("transload", f"{client} -m transload")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{options} "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
     for name in ("srun", "mpirun", "pdsh", "clush"):
         shutil.copyfile(Path(__file__).with_name("launcher.sh"), programs / name)
@@ -81,7 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-# -- a page ------------------------------------------------------------------------------------------------------------
+# -- one page ----------------------------------------------------------------------------------------------------------
 
 PAGES_THAT_RUN = [page for page in PAGES if {block.kind for block in blocks_of(page)} & {"python", "shell"}]
 
@@ -89,9 +89,9 @@ PAGES_THAT_RUN = [page for page in PAGES if {block.kind for block in blocks_of(p
 @pytest.mark.skipif(shutil.which("sh") is None, reason="needs a POSIX shell")
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=[page.stem for page in PAGES_THAT_RUN])
 def test_blocks_do_what_the_page_says(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examine, machine = transload.diagnose.doctor, healthy() if page.name == "api.md" else README_MACHINE
+    doctor, machine = transload.diagnose.doctor, healthy() if page.name == "api.md" else README_MACHINE
     monkeypatch.setattr(transload, "doctor", lambda *_, **__: judge_machine(machine))
-    monkeypatch.setattr(transload.diagnose, "doctor", lambda python="", **_: examine(python, torch=False))
+    monkeypatch.setattr(transload.diagnose, "doctor", lambda python="", **_: doctor(python, torch=False))
     names, section = prelude(), "none yet"
     for block in blocks_of(page):
         if block.section != section:
@@ -100,14 +100,16 @@ def test_blocks_do_what_the_page_says(page: Path, folder: Path, monkeypatch: pyt
         if block in NOT_RUN:
             continue
         clear(folder, page.name, block.kind)
-        told = {"shell": shell, "python": python}[block.kind](block, names) if block.kind in ("shell", "python") else []
-        assert [*told] == [], block.place
+        deviations = (
+            {"shell": shell, "python": python}[block.kind](block, names) if block.kind in ("shell", "python") else []
+        )
+        assert [*deviations] == [], block.place
         for future in (value for value in names.values() if isinstance(value, Future)):
-            future.result()  # before this folder is left
+            future.result()  # before the test leaves this folder
 
 
 def prelude() -> dict[str, Any]:
-    """The names that pages take for given."""
+    """The names that the pages assume to be defined."""
     torch.manual_seed(0)
     model = Net()
     checkpoint = {"model": model.state_dict(), "epoch": 3}
@@ -119,19 +121,19 @@ def prelude() -> dict[str, Any]:
 
 
 def shell(block: Block, _: object) -> Iterator[str]:
-    """Run the commands of a block; what is not as the page says."""
+    """Run the commands of a block; yield every deviation from the page."""
     for step in steps_of(block):
-        code, printed = run(step.command)
-        if str(code) not in allowed(block, step.command):
-            yield f"{step.command} exits with {code}: {printed}"
+        code, output = run(step.command)
+        if str(code) not in accepted_codes(block, step.command):
+            yield f"{step.command} exits with {code}: {output}"
         if RELEASE < (2, 6) and "Unsupported operand" in step.output:
-            continue  # that is what weights_only=True says, which is not the default there
-        if step.output and AS_SHOWN and not like(step.output).fullmatch(loose(printed)):
-            yield f"{step.command} prints {printed}"
+            continue  # the message of weights_only=True, which is not the default there
+        if step.output and AS_SHOWN and not pattern_of(step.output).fullmatch(normalized(output)):
+            yield f"{step.command} prints {output}"
 
 
-def allowed(block: Block, command: str) -> list[str]:
-    """The exit codes that are right: those of the comment, else 0; what the doctor finds depends on the machine."""
+def accepted_codes(block: Block, command: str) -> list[str]:
+    """The exit codes to accept: those of the comment, else 0; the result of the doctor depends on the machine."""
     if block.note.startswith("exits with "):
         return re.findall(r"\d+", block.note)
     return (
@@ -140,59 +142,59 @@ def allowed(block: Block, command: str) -> list[str]:
 
 
 def run(command: str) -> tuple[int, str]:
-    """Run a line of shell, in this process where it only calls transload; its exit code and what it printed."""
+    """Run a shell command, in this process if it only calls transload; return its exit code and its output."""
     command = command.replace("…", "")
     words = shlex.split(command)
     if command == "make zipapp":
         command = shlex.join([sys.executable, str(ROOT / "scripts" / "build_zipapp.py"), "dist/transload.pyz"])
     elif words[0] == "make":
-        return target(words)
+        return check_make_target(words)
     elif words[0] == "python" and words[1].startswith("bench/"):
-        return measure(words)
+        return check_benchmark(words)
     elif words[0] == "transload" and words[1] != "run" and not set("|&<$;*`") & set(command):
-        return inside(words)
+        return call_in_process(words)
     command = re.sub(r"\bdoctor\b(?=$| --require)", "doctor --no-torch", command)  # to import torch takes seconds
-    done = subprocess.run(["sh", "-c", command], check=False, capture_output=True, encoding="utf-8", timeout=120)  # noqa: S607
-    return done.returncode, done.stdout + done.stderr
+    process = subprocess.run(["sh", "-c", command], check=False, capture_output=True, encoding="utf-8", timeout=120)  # noqa: S607
+    return process.returncode, process.stdout + process.stderr
 
 
-def inside(words: list[str]) -> tuple[int, str]:
-    """Call transload in this process; a name after ``>`` gets what it prints."""
-    printed, told = io.StringIO(), io.StringIO()
-    words, into = (words[:-2], words[-1]) if words[-2] == ">" else (words, "")
-    with redirect_stdout(printed), redirect_stderr(told):
+def call_in_process(words: list[str]) -> tuple[int, str]:
+    """Call transload in this process; ``> NAME`` redirects its standard output."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    words, redirect = (words[:-2], words[-1]) if words[-2] == ">" else (words, "")
+    with redirect_stdout(stdout), redirect_stderr(stderr):
         code = main(words[1:])
-    if into:
-        Path(into).write_text(printed.getvalue(), encoding="utf-8")
-    return code, printed.getvalue() + told.getvalue()
+    if redirect:
+        Path(redirect).write_text(stdout.getvalue(), encoding="utf-8")
+    return code, stdout.getvalue() + stderr.getvalue()
 
 
-def target(words: list[str]) -> tuple[int, str]:
-    """A target of make is there; what it does is for others to test."""
+def check_make_target(words: list[str]) -> tuple[int, str]:
+    """Check that a target of make exists; other tests cover what it does."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     missing = [word for word in words[1:] if "=" not in word and f"\n{word}:" not in makefile]
     return len(missing), f"no target {missing}"
 
 
-def measure(words: list[str]) -> tuple[int, str]:
-    """A benchmark takes minutes, so it is not run: it is there, and has the options."""
+def check_benchmark(words: list[str]) -> tuple[int, str]:
+    """Check that a benchmark exists and has the options; it is not run, because that takes minutes."""
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "bench").rglob("*.py"))
     missing = [word for word in words if word.startswith("--") and f'"{word}"' not in sources]
     return len(missing) + (not (ROOT / words[1]).is_file()), f"no option {missing}"
 
 
-def like(shown: str) -> re.Pattern[str]:
-    """What a page shows as a pattern, in which ``…`` may be anything."""
-    return re.compile(as_pattern(loose(shown)))
+def pattern_of(shown: str) -> re.Pattern[str]:
+    """A pattern for what a page shows, in which ``…`` matches anything."""
+    return re.compile(as_pattern(normalized(shown)))
 
 
 def as_pattern(shown: str) -> str:
     return ".*".join(map(re.escape, shown.split("…")))
 
 
-def loose(text: str) -> str:
-    """A text without its numbers and line breaks, which may differ between machines, terminals and releases."""
-    text = text.replace("numpy.core.", "numpy._core.")  # as before numpy 2
+def normalized(text: str) -> str:
+    """A text without numbers and line breaks, which may differ between machines, terminals and releases."""
+    text = text.replace("numpy.core.", "numpy._core.")  # the name before numpy 2
     return " ".join(re.sub(r"\b[0-9a-f]{8}\b|\d[\d.,]*(\+cpu\b)?", "0", text).split())
 
 
@@ -200,29 +202,29 @@ def loose(text: str) -> str:
 
 
 def python(block: Block, names: dict[str, Any]) -> list[str]:
-    """Run the code of a block; what is not as the page says."""
+    """Run the code of a block; return every deviation from the page."""
     with redirect_stdout(io.StringIO()):
         return list(session(block, names) if ">>> " in block.text else program(block, names))
 
 
 def session(block: Block, names: dict[str, Any]) -> Iterator[str]:
-    """Run a session of the interpreter; what it prints that the page does not show."""
+    """Run a session of the interpreter; yield every output that differs from the page."""
     for example in doctest.DocTestParser().get_examples(block.text):
-        printed = io.StringIO()
-        with warnings.catch_warnings(record=True) as told, redirect_stdout(printed):
+        stdout = io.StringIO()
+        with warnings.catch_warnings(record=True) as caught, redirect_stdout(stdout):
             warnings.simplefilter("always")
             exec(compile(example.source, block.place, "single"), names)  # noqa: S102
-        said = printed.getvalue() + "".join(f"{each.category.__name__}: {each.message}\n" for each in told)
-        if example.want and AS_SHOWN and not re.fullmatch(as_pattern(flat(example.want)), flat(said)):
-            yield f"{example.source} prints {said}"
+        output = stdout.getvalue() + "".join(f"{warning.category.__name__}: {warning.message}\n" for warning in caught)
+        if example.want and AS_SHOWN and not re.fullmatch(as_pattern(one_line(example.want)), one_line(output)):
+            yield f"{example.source} prints {output}"
 
 
-def flat(text: str) -> str:
+def one_line(text: str) -> str:
     return " ".join(re.sub(r"\d+\.\d+\.\d+[+\w]*", "VERSION", text).split())
 
 
 def program(block: Block, names: dict[str, Any]) -> Iterator[str]:
-    """Run a program line by line; values that differ from what stands behind them in a comment."""
+    """Run a program statement by statement; yield every value that differs from the comment after it."""
     comments = {
         token.start[0]: token.string.removeprefix("#").strip()
         for token in tokenize.generate_tokens(io.StringIO(block.text).readline)
@@ -236,7 +238,7 @@ def program(block: Block, names: dict[str, Any]) -> Iterator[str]:
                 continue
             value = eval(compile(ast.Expression(node.value), block.place, "eval"), names)  # noqa: S307
         comment = comments.get(node.end_lineno or 0, "")
-        if shows_a_value(comment) and AS_SHOWN and not like_value(comment, value):
+        if shows_a_value(comment) and AS_SHOWN and not matches_value(comment, value):
             yield f"{ast.unparse(node)} is {value!r}, and not {comment}"
 
 
@@ -244,8 +246,8 @@ def shows_a_value(comment: str) -> bool:
     return re.match(r"[('\d\[]|device\(|True\b|False\b", comment) is not None
 
 
-def like_value(comment: str, value: object) -> bool:
-    """Whether a comment begins with the value; what it says then, after a colon or a comma, is for readers."""
+def matches_value(comment: str, value: object) -> bool:
+    """Whether a comment begins with the value; the text after a colon or a comma is for readers."""
     shown = as_pattern(comment.partition(": ")[0])
     return re.fullmatch(shown, repr(value)) is not None or comment.startswith(f"{value!r},")
 
@@ -253,21 +255,21 @@ def like_value(comment: str, value: object) -> bool:
 # -- all pages ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_run_is_little_and_has_a_reason() -> None:
+def test_few_blocks_are_not_run_and_each_has_a_reason() -> None:
     assert [block.place for block in NOT_RUN if not block.note.removeprefix("not run: ").startswith(REASONS)] == []
     assert len(NOT_RUN) <= AT_MOST_NOT_RUN, "\n".join(f"{block.place}: {block.note}" for block in NOT_RUN)
 
 
-def test_no_comment_is_lost() -> None:
-    """A comment that is not right before a block, or says nothing of ours, would be one that nobody reads."""
+def test_every_comment_is_right_before_a_block_and_understood() -> None:
+    """Any other comment would be ignored."""
     for page in PAGES:
-        written = re.findall(r"^<!-- (.+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
-        assert written == [block.note for block in blocks_of(page) if block.note]
-        assert [note for note in written if not note.startswith(("not run: ", "exits with "))] == []
+        notes = re.findall(r"^<!-- (.+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        assert notes == [block.note for block in blocks_of(page) if block.note]
+        assert [note for note in notes if not note.startswith(("not run: ", "exits with "))] == []
 
 
-def test_blocks_are_found() -> None:
-    """Of what cannot be seen nothing is tested: so here is what must be seen."""
-    found = {block.kind for block in BLOCKS}
-    assert found == {"synopsis", "signature", "python", "shell", "other"}
+def test_blocks_of_every_kind_are_found() -> None:
+    """Blocks that the parser misses are not tested, so this is what it must find."""
+    kinds = {block.kind for block in BLOCKS}
+    assert kinds == {"synopsis", "signature", "python", "shell", "other"}
     assert len(BLOCKS) > 40

@@ -1,4 +1,4 @@
-"""``make demo``: the script it runs, with torch and without, and the record its values are compared with."""
+"""``make demo``: its script with and without torch, and the record with which it compares the values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECORD = ROOT / "examples" / "model_cuda0.json"
 
 
 def demo(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """The demo as ``make`` runs it: from the folder of the project, its output not a terminal."""
+    """Run the demo as ``make`` does: in the folder of the project, with its output not a terminal."""
     return subprocess.run(
         [sys.executable, "examples/demo.py"],
         cwd=folder,
@@ -34,17 +34,17 @@ def demo(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def torch_that_fails(tmp_path: Path) -> str:
+def broken_torch(tmp_path: Path) -> str:
     """A folder for PYTHONPATH whose torch cannot be imported."""
     (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: no such file')\n", encoding="utf-8")
     return str(tmp_path)
 
 
-def test_with_torch_it_loads_and_the_values_are_right() -> None:
+def test_demo_with_torch_loads_the_file_with_the_right_values() -> None:
     torch = pytest.importorskip("torch")
-    done = forks.run("examples/demo.py", cwd=ROOT, env={**os.environ, "COLUMNS": "120"})
-    assert done.returncode == 0, done.stdout + done.stderr
-    plain, ours, file, machine = sections(done.stdout)
+    process = forks.run("examples/demo.py", cwd=ROOT, env={**os.environ, "COLUMNS": "120"})
+    assert process.returncode == 0, process.stdout + process.stderr
+    plain, ours, file, machine = sections(process.stdout)
     assert '>>> torch.load("examples/model_cuda0.pt")' in plain
     assert ("It loads: 10 tensors on cuda:0." if torch.cuda.is_available() else "Error: ") in plain
     assert "✓ 10 tensors on " in ours
@@ -53,10 +53,10 @@ def test_with_torch_it_loads_and_the_values_are_right() -> None:
     assert "$ transload doctor --python " in machine
 
 
-def test_without_torch_it_says_so_and_does_the_rest(torch_that_fails: str) -> None:
-    done = demo(ROOT, PYTHONPATH=torch_that_fails)
-    assert done.returncode == 0, done.stdout + done.stderr
-    plain, ours, file, machine = sections(done.stdout)
+def test_demo_without_torch_reports_that_and_runs_the_other_steps(broken_torch: str) -> None:
+    process = demo(ROOT, PYTHONPATH=broken_torch)
+    assert process.returncode == 0, process.stdout + process.stderr
+    plain, ours, file, machine = sections(process.stdout)
     assert "ImportError: libtorch.so: no such file" in plain
     assert "$ transload convert examples/model_cuda0.pt " in ours
     assert "examples/model_cuda0.json: all tensors match it" in ours
@@ -64,26 +64,26 @@ def test_without_torch_it_says_so_and_does_the_rest(torch_that_fails: str) -> No
     assert "The doctor found a problem on this machine, and exits with 1." in machine
 
 
-def test_wrong_values_fail(tmp_path: Path) -> None:
+def test_demo_fails_if_values_differ_from_the_record(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    copy(tmp_path)
+    copy_project(tmp_path)
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     record["files"][0]["tensors"][0]["sha256"] = "0" * 64
     (tmp_path / "examples" / RECORD.name).write_text(json.dumps(record), encoding="utf-8")
-    done = forks.run("examples/demo.py", cwd=tmp_path, env={**os.environ, "COLUMNS": "120"})
-    assert done.returncode == 1
-    assert "the values differ from examples/model_cuda0.json in conv.weight." in done.stdout
+    process = forks.run("examples/demo.py", cwd=tmp_path, env={**os.environ, "COLUMNS": "120"})
+    assert process.returncode == 1
+    assert "the values differ from examples/model_cuda0.json in conv.weight." in process.stdout
 
 
-def test_a_damaged_file_fails_without_torch(tmp_path: Path, torch_that_fails: str) -> None:
-    copy(tmp_path)
+def test_demo_without_torch_fails_on_a_damaged_file(tmp_path: Path, broken_torch: str) -> None:
+    copy_project(tmp_path)
     (tmp_path / "examples" / FILE.name).write_bytes(FILE.read_bytes()[:1000])
-    done = demo(tmp_path, PYTHONPATH=torch_that_fails)
-    assert done.returncode == 1
-    assert "transload failed above" in done.stdout
+    process = demo(tmp_path, PYTHONPATH=broken_torch)
+    assert process.returncode == 1
+    assert "transload failed above" in process.stdout
 
 
-def test_the_record_holds_what_torch_itself_loads() -> None:
+def test_record_matches_what_torch_load_returns() -> None:
     torch = pytest.importorskip("torch")
     state = torch.load(FILE, map_location="cpu", weights_only=True)
     values = {name: bytes(tensor.reshape(-1).view(torch.uint8).tolist()) for name, tensor in state.items()}
@@ -93,11 +93,11 @@ def test_the_record_holds_what_torch_itself_loads() -> None:
 
 
 def sections(text: str) -> list[str]:
-    """The text of each of the four steps."""
+    """The output of each of the four steps."""
     return re.split(r"^\d\. ", text, flags=re.MULTILINE)[1:]
 
 
-def copy(folder: Path) -> None:
-    """The project as far as the demo needs it, with the sources as a link."""
+def copy_project(folder: Path) -> None:
+    """Copy what the demo needs of the project, with the sources as a link."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "src").symlink_to(ROOT / "src")

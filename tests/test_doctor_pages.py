@@ -1,4 +1,4 @@
-"""The manual of the doctor: pages and schema are what the rules and the facts say."""
+"""The manual of the doctor: its pages and its schema match the rules and the facts."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from transload.machine import Experiment, Library, Machine, Variables
 HINT = "run: python scripts/doctor_pages.py"
 
 
-def test_what_is_written_from_the_code_is_up_to_date() -> None:
+def test_generated_pages_and_schema_are_up_to_date() -> None:
     files: dict[Path, str] = load_script("doctor_pages").files()
     assert [path.name for path, text in files.items() if path.read_text(encoding="utf-8") != text] == [], HINT
     pages = {path.name for path in (ROOT / "docs" / "doctor").iterdir()}
     assert pages == {path.name for path in files} - {"doctor.schema.json"}
 
 
-def test_every_finding_has_its_page() -> None:
+def test_every_finding_has_a_page() -> None:
     for code in BY_CODE:
         assert (ROOT / Finding(code, "note", "").doc).is_file()
     assert Finding("cuda-tags", "note", "").doc == "docs/findings.md#cuda-tags"
 
 
-def test_a_new_rule_gets_a_page_to_fill_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_rule_gets_a_page_to_fill_in(monkeypatch: pytest.MonkeyPatch) -> None:
     script = load_script("doctor_pages")
-    new = Rule("Z99", "run", lambda _: iter(()), likely=True)
-    monkeypatch.setitem(BY_CODE, "Z99", new)
+    rule = Rule("Z99", "run", lambda _: iter(()), likely=True)
+    monkeypatch.setitem(BY_CODE, "Z99", rule)
     files = {path.name: text for path, text in script.files().items()}
-    assert files["Z99.md"] == script.with_head(new, "")
+    assert files["Z99.md"] == script.with_head(rule, "")
     assert "| [Z99](Z99.md) | what is wrong, in a few words |" in files["README.md"]
-    made = script.with_head(new, "")
-    assert made.startswith("# Z99: what is wrong, in a few words\n\nLayer: running torch. Reported as probable")
-    assert "\n## Fix\n" in made
-    assert script.with_head(new._replace(layer="fit"), made) == made.replace("running torch", "compatibility")
+    page = script.with_head(rule, "")
+    assert page.startswith("# Z99: what is wrong, in a few words\n\nLayer: running torch. Reported as probable")
+    assert "\n## Fix\n" in page
+    assert script.with_head(rule._replace(layer="fit"), page) == page.replace("running torch", "compatibility")
 
 
-def test_links_of_the_pages_lead_somewhere() -> None:
+def test_links_in_the_doctor_pages_point_to_existing_files() -> None:
     for page in (ROOT / "docs" / "doctor").glob("*.md"):
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 @each("machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)])
-def test_json_is_what_the_schema_promises(machine: Machine) -> None:
+def test_doctor_json_matches_its_schema_which_rejects_unknown_keys(machine: Machine) -> None:
     schema = ROOT / "docs" / "doctor.schema.json"
-    made = json.loads(json.dumps(judge_machine(machine).to_dict()))
-    validate(made, schema)
+    report = json.loads(json.dumps(judge_machine(machine).to_dict()))
+    validate(report, schema)
     with pytest.raises(jsonschema.ValidationError):
-        validate({**made, "surprise": 1}, schema)
+        validate({**report, "surprise": 1}, schema)
     with pytest.raises(jsonschema.ValidationError):
-        validate({**made, "machine": {**made["machine"], "taken": 1}}, schema)
+        validate({**report, "machine": {**report["machine"], "taken": 1}}, schema)
 
 
-def test_the_manual_names_every_option() -> None:
+def test_manual_lists_every_option_of_the_doctor() -> None:
     from transload.cli.main import parser_of
 
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
@@ -86,7 +86,7 @@ README_MACHINE = changed(
 )
 
 
-def test_the_readme_shows_what_the_doctor_says() -> None:
+def test_readme_shows_the_report_of_the_doctor() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     shown = readme.partition("$ transload doctor\n")[2].partition("  …\n")[0]
     assert shown.count("\n") > 10

@@ -23,7 +23,7 @@ def skips(word: str) -> None:
     pytest.skip(word)
 
 
-def test_every_case_that_fails_is_named() -> None:
+def test_every_failed_case_is_named() -> None:
     with pytest.raises(AssertionError, match=r"(?s)^2 of 4 cases failed\nwrong: .*\n'g'-2: ") as caught:
         lengths()
     assert isinstance(caught.value.__cause__, AssertionError)
@@ -31,7 +31,7 @@ def test_every_case_that_fails_is_named() -> None:
         raises()
 
 
-def test_it_is_skipped_only_where_every_case_is() -> None:
+def test_skipped_only_if_every_case_is_skipped() -> None:
     with pytest.raises(pytest.skip.Exception, match=r"^no GPU$"):
         skips()
 
@@ -45,7 +45,7 @@ def test_it_is_skipped_only_where_every_case_is() -> None:
         some()
 
 
-def test_no_case_is_not_a_pass() -> None:
+def test_empty_list_of_cases_is_an_error() -> None:
     with pytest.raises(AssertionError):
         each("x", [])
 
@@ -65,7 +65,7 @@ def test_cases_share_neither_folder_nor_patches(tmp_path: Path, monkeypatch: pyt
     assert seen == ["first", "second"]
 
 
-def test_one_inside_another() -> None:
+def test_each_can_be_nested() -> None:
     seen = []
 
     @each("left", [1, 2])
@@ -78,7 +78,9 @@ def test_one_inside_another() -> None:
 
 
 @each("number", [1, 2])
-def test_fixtures_are_found(number: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_fixtures_are_passed_and_parameters_are_not_fixtures(
+    number: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     assert request.fixturenames.count("tmp_path") == 1
     assert "number" not in request.fixturenames
     assert tmp_path.name == str(number - 1)

@@ -1,4 +1,4 @@
-"""The forged libraries are judged by the loader and the processor of this machine."""
+"""Forged libraries, tested with the loader and the processor of this machine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.fake_driver import (
     switch,
 )
 
-runs = pytest.mark.skipif(not LOADABLE, reason="needs the Linux loader on x86-64 or aarch64")
+needs_loader = pytest.mark.skipif(not LOADABLE, reason="needs the Linux loader on x86-64 or aarch64")
 
 
 @contextmanager
-def called(tmp_path: Path, body: Function) -> Iterator[ctypes._NamedFuncPointer]:
+def loaded_function(tmp_path: Path, body: Function) -> Iterator[ctypes._NamedFuncPointer]:
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"before": returns(111), "f": body, "after": returns(222)}))
     with loaded(path) as handle:
@@ -40,7 +40,7 @@ def called(tmp_path: Path, body: Function) -> Iterator[ctypes._NamedFuncPointer]
 
 
 def child(path: Path, call: str = "") -> subprocess.Popen[bytes]:
-    """A process that loads the library and calls a function of it."""
+    """A process that loads the library and runs ``call`` with it as ``handle``."""
     code = f"import ctypes; handle = ctypes.CDLL({str(path)!r}); print(flush=True); {call}"
     return subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
@@ -48,76 +48,76 @@ def child(path: Path, call: str = "") -> subprocess.Popen[bytes]:
 # -- functions ---------------------------------------------------------------------------------------------------------
 
 
-@runs
+@needs_loader
 @each("code", [0, 1, 999, -1, 2**31 - 1, -(2**31)])
-def test_a_function_returns_its_code(tmp_path: Path, code: int) -> None:
-    with called(tmp_path, returns(code)) as f:
+def test_function_returns_its_code(tmp_path: Path, code: int) -> None:
+    with loaded_function(tmp_path, returns(code)) as f:
         assert f() == code
 
 
-@runs
+@needs_loader
 @each("argument", range(6))
 @each("size", [0, 1, 7, 8, 9, 17, 96, 2049])
-def test_a_blob_is_copied_whole_and_nothing_beside_it(tmp_path: Path, argument: int, size: int) -> None:
+def test_blob_is_copied_completely_and_nothing_around_it_changes(tmp_path: Path, argument: int, size: int) -> None:
     blob = bytes(1 + at % 255 for at in range(size))
     buffer = ctypes.create_string_buffer(b"\xff" * (size + 16), size + 16)
     arguments: list[object] = [None] * 6
     arguments[argument] = ctypes.byref(buffer, 8)
-    with called(tmp_path, fills(argument, blob, code=5)) as f:
+    with loaded_function(tmp_path, fills(argument, blob, code=5)) as f:
         assert f(*arguments) == 5
     assert buffer.raw == b"\xff" * 8 + blob + b"\xff" * 8
 
 
-@runs
-def test_several_blobs_go_to_several_arguments(tmp_path: Path) -> None:
+@needs_loader
+def test_several_blobs_are_copied_to_several_arguments(tmp_path: Path) -> None:
     buffers = [ctypes.create_string_buffer(16) for _ in range(6)]
-    with called(tmp_path, fills(0, b"zero", *((at, b"number %d" % at) for at in range(1, 6)))) as f:
+    with loaded_function(tmp_path, fills(0, b"zero", *((at, b"number %d" % at) for at in range(1, 6)))) as f:
         assert f(*buffers) == 0
     assert [buffer.value for buffer in buffers] == [b"zero", *(b"number %d" % at for at in range(1, 6))]
 
 
-@runs
+@needs_loader
 @each(("source", "argument"), list(permutations(range(6), 2)))
-def test_an_argument_is_passed_on(tmp_path: Path, source: int, argument: int) -> None:
+def test_argument_is_stored_where_another_points(tmp_path: Path, source: int, argument: int) -> None:
     number = ctypes.c_uint64(0)
     arguments: list[object] = [None] * 6
     arguments[source], arguments[argument] = ctypes.c_uint64(0xFEDCBA9876543210), ctypes.byref(number)
-    with called(tmp_path, passes(source, argument)) as f:
+    with loaded_function(tmp_path, passes(source, argument)) as f:
         assert f(*arguments) == 0
     assert number.value == 0xFEDCBA9876543210
 
 
-@runs
+@needs_loader
 @each("argument", range(6))
-def test_a_switch_takes_the_case_of_an_argument(tmp_path: Path, argument: int) -> None:
+def test_switch_runs_the_case_of_its_argument(tmp_path: Path, argument: int) -> None:
     inner = switch((argument + 1) % 6, {2: returns(22)}, returns(20))
-    with called(tmp_path, switch(argument, {75: returns(1), -2: inner, 0x7001: returns(3)}, returns(4))) as f:
+    with loaded_function(tmp_path, switch(argument, {75: returns(1), -2: inner, 0x7001: returns(3)}, returns(4))) as f:
         rows = [[value if at == argument else 2 for at in range(6)] for value in (75, -2, 0x7001, 2, 0)]
         assert [f(*row) for row in rows] == [1, 22, 3, 4, 4]
         assert f(*(-2 for _ in range(6))) == 20
 
 
-@runs
-def test_the_selector_picks_blob_and_code_and_beyond_the_last_the_last(tmp_path: Path) -> None:
+@needs_loader
+def test_selector_picks_blob_and_code_or_else_the_last_ones(tmp_path: Path) -> None:
     buffer = ctypes.create_string_buffer(8)
-    with called(tmp_path, fills_by(1, 0, [b"one\0", b"two\0", b"three\0"], [0, 4, 5])) as f:
-        got = [(f(buffer, selector), buffer.value) for selector in (0, 1, 2, 3, -1)]
-    assert got == [(0, b"one"), (4, b"two"), (5, b"three"), (5, b"three"), (5, b"three")]
+    with loaded_function(tmp_path, fills_by(1, 0, [b"one\0", b"two\0", b"three\0"], [0, 4, 5])) as f:
+        results = [(f(buffer, selector), buffer.value) for selector in (0, 1, 2, 3, -1)]
+    assert results == [(0, b"one"), (4, b"two"), (5, b"three"), (5, b"three"), (5, b"three")]
 
 
-@runs
+@needs_loader
 @pytest.mark.parametrize(
     ("body", "status"), [(crashes(), -signal.SIGILL), (segfaults(), -signal.SIGSEGV), (exits(7), 7), (exits(0), 0)]
 )
-def test_a_process_ends_in_the_function(tmp_path: Path, body: Function, status: int) -> None:
+def test_function_ends_the_process(tmp_path: Path, body: Function, status: int) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"f": body}))
     with child(path, "handle.f(); raise SystemExit(99)") as process:
         assert process.wait(60) == status
 
 
-@runs
-def test_a_hanging_function_does_not_return(tmp_path: Path) -> None:
+@needs_loader
+def test_hanging_function_does_not_return(tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"f": hangs()}))
     with child(path, "handle.f()") as process:
@@ -129,7 +129,7 @@ def test_a_hanging_function_does_not_return(tmp_path: Path) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def test_the_other_machine_gets_its_own_instructions() -> None:
+def test_aarch64_instructions_are_encoded_correctly() -> None:
     # movz x0, #42; movk x0, #0, lsl #16, #32, #48; ret
     assert returns(42).aarch64.hex() == "400580d20000a0f20000c0f20000e0f2c0035fd6"
     # movz x9, #75; three movk; cmp w1, w9; b.ne over 20 bytes; then returns(1) and returns(2)
@@ -142,9 +142,9 @@ def test_the_other_machine_gets_its_own_instructions() -> None:
 # -- the loader --------------------------------------------------------------------------------------------------------
 
 
-@runs
+@needs_loader
 @pytest.mark.parametrize("tag", ["runpath", "rpath"])
-def test_a_needed_library_is_found_along_the_path(tmp_path: Path, tag: str) -> None:
+def test_needed_library_is_found_by_rpath_and_runpath(tmp_path: Path, tag: str) -> None:
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / f"libforged-{tag}.so.1").write_bytes(library(functions={"answer": returns(42)}))
     path = tmp_path / "lib.so"
@@ -154,28 +154,28 @@ def test_a_needed_library_is_found_along_the_path(tmp_path: Path, tag: str) -> N
         assert handle.answer() == 42
 
 
-@runs
-def test_a_needed_library_that_is_missing_is_named(tmp_path: Path) -> None:
+@needs_loader
+def test_missing_needed_library_is_named_in_the_error(tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(library(needed=["libforged-absent.so.7"], runpath="$ORIGIN"))
     with pytest.raises(OSError, match=r"libforged-absent\.so\.7"):
         ctypes.CDLL(str(path))
 
 
-@runs
-def test_an_undefined_symbol_must_be_found_and_a_weak_one_need_not(tmp_path: Path) -> None:
+@needs_loader
+def test_undefined_symbol_must_be_resolved_but_a_weak_one_need_not(tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(library(undefined=["nobody_defines_this"]))
     with pytest.raises(OSError, match="nobody_defines_this"):
         ctypes.CDLL(str(path))
-    other = tmp_path / "weak.so"
-    other.write_bytes(library(weak=["nobody_defines_this"], functions={"f": returns(1)}))
-    with loaded(other) as handle:
+    weak_path = tmp_path / "weak.so"
+    weak_path.write_bytes(library(weak=["nobody_defines_this"], functions={"f": returns(1)}))
+    with loaded(weak_path) as handle:
         assert handle.f() == 1
 
 
 def jit_link(folder: Path, *names: str, **other: Function) -> None:
-    """A library whose functions carry its own name as their version, as NVIDIA's do."""
+    """Write a library whose functions have its name as their version, as in NVIDIA's libraries."""
     functions = {f"{name}@@libforgedLink.so.12": returns(12) for name in names}
     (folder / "libforgedLink.so.12").write_bytes(
         library(soname="libforgedLink.so.12", functions={**functions, **other})
@@ -188,32 +188,32 @@ def user_of(folder: Path, *undefined: str) -> Path:
     return path
 
 
-@runs
-def test_a_symbol_of_the_wanted_version_is_found(tmp_path: Path) -> None:
+@needs_loader
+def test_symbol_with_the_required_version_is_found(tmp_path: Path) -> None:
     jit_link(tmp_path, "add_12_0", "add_12_1")
     with loaded(user_of(tmp_path, "add_12_1@libforgedLink.so.12")) as handle:
         assert handle.add_12_1() == 12
 
 
-@runs
-def test_a_symbol_of_the_wanted_version_is_missing(tmp_path: Path) -> None:
+@needs_loader
+def test_missing_symbol_with_the_required_version_is_an_error(tmp_path: Path) -> None:
     jit_link(tmp_path, "add_12_0")
     path = user_of(tmp_path, "add_12_0@libforgedLink.so.12", "add_12_1@libforgedLink.so.12")
     with pytest.raises(OSError, match=r"add_12_1.*libforgedLink\.so\.12"):
         ctypes.CDLL(str(path))
 
 
-@runs
+@needs_loader
 @pytest.mark.parametrize("symbol", ["add@ABSENT@libforgedLink.so.12", "puts@ABSENT@libc.so.6"])
-def test_the_version_itself_is_missing(tmp_path: Path, symbol: str) -> None:
+def test_missing_version_is_an_error(tmp_path: Path, symbol: str) -> None:
     jit_link(tmp_path, "add")
     path = user_of(tmp_path, "add@libforgedLink.so.12", symbol)
     with pytest.raises(OSError, match="ABSENT"):
         ctypes.CDLL(str(path))
 
 
-@runs
-def test_versions_of_one_symbol_are_told_apart(tmp_path: Path) -> None:
+@needs_loader
+def test_versions_of_one_symbol_are_distinguished(tmp_path: Path) -> None:
     jit_link(tmp_path, **{"add@@NEW": returns(2), "add@OLD": returns(1)})
     with loaded(tmp_path / "libforgedLink.so.12") as handle:
         assert handle.add() == 2
@@ -221,24 +221,24 @@ def test_versions_of_one_symbol_are_told_apart(tmp_path: Path) -> None:
         pass
 
 
-@runs
-def test_the_initial_function_runs_when_the_library_is_loaded(tmp_path: Path) -> None:
+@needs_loader
+def test_init_function_runs_when_the_library_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"other": returns(0), "start": exits(5)}, init="start"))
     with child(path) as process:
         assert process.wait(60) == 5
 
 
-@runs
-def test_the_loader_needs_no_section_headers(tmp_path: Path) -> None:
+@needs_loader
+def test_library_without_section_headers_loads(tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"f": returns(3)}, section_headers=False))
     with loaded(path) as handle:
         assert handle.f() == 3
 
 
-@runs
-def test_a_large_section_stands_in_nobodys_way(tmp_path: Path) -> None:
+@needs_loader
+def test_library_with_a_large_section_loads(tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     body = os.urandom(300_001)
     path.write_bytes(library(functions={"f": returns(3)}, undefined=["f"], sections={".nv_fatbin": body}))
@@ -246,8 +246,8 @@ def test_a_large_section_stands_in_nobodys_way(tmp_path: Path) -> None:
         assert handle.f() == 3
 
 
-@runs
-def test_a_library_for_the_other_machine_is_refused(tmp_path: Path) -> None:
+@needs_loader
+def test_library_for_another_machine_is_refused(tmp_path: Path) -> None:
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[NATIVE]
     path = tmp_path / "lib.so"
     path.write_bytes(library(functions={"f": returns(3)}, machine=other))
@@ -277,23 +277,23 @@ def test_sections_are_found_by_name(machine: str, number: int) -> None:
     assert {".text", ".hash", ".dynsym", ".dynamic", ".shstrtab"} <= set(sections)
 
 
-def test_versions_make_sections_only_where_there_are_any() -> None:
-    wants = {name for name in sections_of(library(undefined=["a@V"], machine="x86_64")) if "version" in name}
-    gives = {"a@@V": returns(0)}
-    defines = {name for name in sections_of(library(functions=gives, machine="x86_64")) if "version" in name}
-    assert wants == {".gnu.version", ".gnu.version_r"}
-    assert defines == {".gnu.version", ".gnu.version_d"}
+def test_version_sections_exist_only_if_there_are_versions() -> None:
+    required = {name for name in sections_of(library(undefined=["a@V"], machine="x86_64")) if "version" in name}
+    exported = {"a@@V": returns(0)}
+    defined = {name for name in sections_of(library(functions=exported, machine="x86_64")) if "version" in name}
+    assert required == {".gnu.version", ".gnu.version_r"}
+    assert defined == {".gnu.version", ".gnu.version_d"}
     assert not any("version" in name for name in sections_of(library(undefined=["a"], machine="x86_64")))
 
 
-def test_a_fatbin_has_the_layout_of_nvidias() -> None:
+def test_fatbin_has_nvidias_layout() -> None:
     body = fatbin([(CUBIN, 75, b"x" * 8), (CUBIN, "90a", b"y"), (PTX, "100f", b"z" * 9), (LTO, 80, b"w")])
     magic, version, start, size = struct.unpack_from("<IHHQ", body)
     assert (magic, version, start + size) == (0xBA55ED50, 1, len(body))
-    found = []
+    entries = []
     while start < len(body):
         kind, _, header, payload = struct.unpack_from("<HHIQ", body, start)
         sm, flags = struct.unpack_from("<I8xQ", body, start + 28)
-        found.append((kind, sm, flags >> 20, body[start + header : start + header + payload].rstrip(b"\0")))
+        entries.append((kind, sm, flags >> 20, body[start + header : start + header + payload].rstrip(b"\0")))
         start += header + payload
-    assert found == [(2, 75, 0, b"x" * 8), (2, 90, 1, b"y"), (1, 100, 2, b"z" * 9), (8, 80, 0, b"w")]
+    assert entries == [(2, 75, 0, b"x" * 8), (2, 90, 1, b"y"), (1, 100, 2, b"z" * 9), (8, 80, 0, b"w")]

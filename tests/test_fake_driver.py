@@ -1,4 +1,4 @@
-"""The fake drivers answer through ctypes as the true ones would."""
+"""The fake drivers, called through ctypes, answer as the real ones do."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def driver(folder: Path, image: bytes) -> Iterator[ctypes.CDLL]:
 
 
 def number(function: Any, *arguments: Any, kind: Any = ctypes.c_int) -> tuple[int, int]:
-    """The code and the number of a getter whose first argument is the pointer."""
+    """The code and the number that a getter with the pointer as its first argument returns."""
     value = kind(-7)
     return function(ctypes.byref(value), *arguments), value.value
 
 
 def raw(function: Any, handle: ctypes.c_void_p, size: int) -> tuple[int, bytes]:
-    """The code and the bytes of an NVML getter."""
+    """The code and the bytes that an NVML getter returns."""
     buffer = ctypes.create_string_buffer(size)
     return function(handle, buffer, size), buffer.raw
 
 
 def numbers(function: Any, handle: ctypes.c_void_p, count: int) -> tuple[int, ...]:
-    """The code and the numbers of an NVML getter with a pointer for each."""
+    """The code and the numbers that an NVML getter with a pointer for each returns."""
     values = [ctypes.c_uint(77) for _ in range(count)]
     return (function(handle, *map(ctypes.byref, values)), *(value.value for value in values))
 
@@ -52,7 +52,7 @@ def device_handle(nvml: ctypes.CDLL, index: int) -> ctypes.c_void_p:
     return handle
 
 
-def test_libcuda_tells_of_its_devices(tmp_path: Path) -> None:
+def test_libcuda_reports_its_devices(tmp_path: Path) -> None:
     with driver(tmp_path, fake_libcuda(version=12080, devices=[H200, RTX])) as cuda:
         assert cuda.cuInit(0) == 0
         assert number(cuda.cuDriverGetVersion) == (0, 12080)
@@ -63,7 +63,7 @@ def test_libcuda_tells_of_its_devices(tmp_path: Path) -> None:
         assert number(cuda.cuDeviceTotalMem_v2, 1, kind=ctypes.c_size_t) == (0, 32 << 30)
 
 
-def test_libcuda_tells_names_and_uuids(tmp_path: Path) -> None:
+def test_libcuda_reports_names_and_uuids(tmp_path: Path) -> None:
     buffer = ctypes.create_string_buffer(96)
     with driver(tmp_path, fake_libcuda(devices=[H200, RTX])) as cuda:
         assert cuda.cuDeviceGetName(buffer, 96, 1) == 0
@@ -72,7 +72,7 @@ def test_libcuda_tells_names_and_uuids(tmp_path: Path) -> None:
         assert buffer.raw[:16].hex() == "123456789abcdef0123456789abcdef0"
 
 
-def test_without_init_libcuda_tells_only_its_version(tmp_path: Path) -> None:
+def test_libcuda_reports_only_its_version_if_init_fails(tmp_path: Path) -> None:
     with driver(tmp_path, fake_libcuda(init=803)) as cuda:
         assert cuda.cuInit(0) == 803
         assert number(cuda.cuDriverGetVersion) == (0, 13000)
@@ -90,44 +90,44 @@ def test_functions_are_replaced_and_removed(tmp_path: Path) -> None:
         assert hasattr(cuda, "cuDeviceGetUuid")
 
 
-def asked_by_name(cuda: ctypes.CDLL, name: str, by: str = "cuGetProcAddress_v2") -> Any:
-    """The function that the driver has under a name."""
+def function_by_name(cuda: ctypes.CDLL, name: str, by: str = "cuGetProcAddress_v2") -> Any:
+    """The function that the driver returns for a name."""
     address = ctypes.c_void_p()
-    ask = getattr(cuda, by)
-    assert ask(name.encode(), ctypes.byref(address), 13000, ctypes.c_uint64(0), None) == 0
+    get_address = getattr(cuda, by)
+    assert get_address(name.encode(), ctypes.byref(address), 13000, ctypes.c_uint64(0), None) == 0
     return ctypes.CFUNCTYPE(ctypes.c_int)(address.value or 0)
 
 
-def test_libcuda_gives_its_functions_by_name(tmp_path: Path) -> None:
+def test_libcuda_returns_its_functions_by_name(tmp_path: Path) -> None:
     overrides = {"cuDeviceGetName": returns(46)}
     with driver(tmp_path, fake_libcuda(init=803, version=12080, overrides=overrides)) as cuda:
-        assert asked_by_name(cuda, "cuInit")(0) == 803
-        assert asked_by_name(cuda, "cuInit", by="cuGetProcAddress")(0) == 803
-        assert number(asked_by_name(cuda, "cuDriverGetVersion")) == (0, 12080)
-        assert asked_by_name(cuda, "cuDeviceGetName")() == 46
-        assert [asked_by_name(cuda, name)() for name in ("", "c", "cuIni", "cuInitX", "cuGraphLaunch")] == [0] * 5
+        assert function_by_name(cuda, "cuInit")(0) == 803
+        assert function_by_name(cuda, "cuInit", by="cuGetProcAddress")(0) == 803
+        assert number(function_by_name(cuda, "cuDriverGetVersion")) == (0, 12080)
+        assert function_by_name(cuda, "cuDeviceGetName")() == 46
+        assert [function_by_name(cuda, name)() for name in ("", "c", "cuIni", "cuInitX", "cuGraphLaunch")] == [0] * 5
 
 
-def test_libcuda_gives_the_way_to_ask_by_name_too(tmp_path: Path) -> None:
+def test_libcuda_returns_the_lookup_function_itself_by_name(tmp_path: Path) -> None:
     address = ctypes.c_void_p()
     with driver(tmp_path, fake_libcuda(init=999)) as cuda:
-        again = asked_by_name(cuda, "cuGetProcAddress")
-        assert again(b"cuInit", ctypes.byref(address), 2000, ctypes.c_uint64(0)) == 0
+        lookup = function_by_name(cuda, "cuGetProcAddress")
+        assert lookup(b"cuInit", ctypes.byref(address), 2000, ctypes.c_uint64(0)) == 0
         assert ctypes.CFUNCTYPE(ctypes.c_int)(address.value or 0)() == 999
 
 
 @each("by", ["symbol", "name"])
-def test_libcuda_has_tables_of_functions_that_do_nothing(tmp_path: Path, by: str) -> None:
+def test_libcuda_returns_export_tables_of_functions_that_do_nothing(tmp_path: Path, by: str) -> None:
     address = ctypes.c_void_p()
     with driver(tmp_path, fake_libcuda(init=999)) as cuda:
-        ask = cuda.cuGetExportTable if by == "symbol" else asked_by_name(cuda, "cuGetExportTable")
-        assert ask(ctypes.byref(address), bytes(16)) == 0
+        get_table = cuda.cuGetExportTable if by == "symbol" else function_by_name(cuda, "cuGetExportTable")
+        assert get_table(ctypes.byref(address), bytes(16)) == 0
         size, *table = (ctypes.c_uint64 * 128).from_address(address.value or 0)
         assert (size, len({*table})) == (1024, 1)
         assert ctypes.CFUNCTYPE(ctypes.c_int)(table[-1])() == 0
 
 
-def test_nvml_tells_of_the_system(tmp_path: Path) -> None:
+def test_nvml_reports_the_system(tmp_path: Path) -> None:
     buffer = ctypes.create_string_buffer(80)
     with driver(tmp_path, fake_nvml(driver="595.71.05", cuda=13020, confidential=(2, 1, 0), ready=0)) as nvml:
         assert [nvml.nvmlInit_v2(), nvml.nvmlInitWithFlags(0), nvml.nvmlShutdown()] == [0, 0, 0]
@@ -139,7 +139,7 @@ def test_nvml_tells_of_the_system(tmp_path: Path) -> None:
         assert number(nvml.nvmlSystemGetConfComputeGpusReadyState) == (0, 0)
 
 
-def test_nvml_tells_its_devices_apart(tmp_path: Path) -> None:
+def test_nvml_distinguishes_its_devices(tmp_path: Path) -> None:
     with driver(tmp_path, fake_nvml(devices=[H200, RTX])) as nvml:
         assert number(nvml.nvmlDeviceGetCount_v2) == (0, 2)
         first, second = device_handle(nvml, 0), device_handle(nvml, 1)
@@ -150,7 +150,7 @@ def test_nvml_tells_its_devices_apart(tmp_path: Path) -> None:
         assert numbers(nvml.nvmlDeviceGetComputeMode, ctypes.c_void_p(5), 1) == (2, 77)
 
 
-def test_nvml_tells_the_state_of_a_device(tmp_path: Path) -> None:
+def test_nvml_reports_the_state_of_a_device(tmp_path: Path) -> None:
     device = Device(minor=4, compute_mode=2, mig=(1, 0), ecc=(0, 1), remapped_rows=(1, 2, 3, 4), virtualization=2)
     with driver(tmp_path, fake_nvml(devices=[device])) as nvml:
         handle = device_handle(nvml, 0)
@@ -177,17 +177,22 @@ def test_nvml_fills_its_structures(tmp_path: Path) -> None:
 
 
 @each("processes", [(), ((4321, 7 << 30), (1, 2))])
-def test_nvml_lists_processes_where_there_is_room(tmp_path: Path, processes: tuple[tuple[int, int], ...]) -> None:
+def test_nvml_lists_processes_if_the_caller_has_a_buffer(
+    tmp_path: Path, processes: tuple[tuple[int, int], ...]
+) -> None:
     count = ctypes.c_uint(0)
     buffer = ctypes.create_string_buffer(24 * len(processes) + 1)
     with driver(tmp_path, fake_nvml(devices=[Device(processes=processes)])) as nvml:
-        handle, ask = device_handle(nvml, 0), nvml.nvmlDeviceGetComputeRunningProcesses_v3
-        assert (ask(handle, ctypes.byref(count), None), count.value) == (7 if processes else 0, len(processes))
-        assert ask(handle, ctypes.byref(count), buffer) == 0
+        handle, query = device_handle(nvml, 0), nvml.nvmlDeviceGetComputeRunningProcesses_v3
+        assert (query(handle, ctypes.byref(count), None), count.value) == (
+            7 if processes else 0,
+            len(processes),
+        )
+        assert query(handle, ctypes.byref(count), buffer) == 0
     assert [entry[:2] for entry in struct.iter_unpack("<IxxxxQII", buffer.raw[:-1])] == list(processes)
 
 
-def test_without_init_nvml_tells_nothing(tmp_path: Path) -> None:
+def test_nvml_reports_nothing_if_init_fails(tmp_path: Path) -> None:
     with driver(tmp_path, fake_nvml(init=18)) as nvml:
         assert [nvml.nvmlInit_v2(), nvml.nvmlInitWithFlags(0), nvml.nvmlShutdown()] == [18, 18, 1]
         assert number(nvml.nvmlDeviceGetCount_v2) == (1, -7)

@@ -10,21 +10,25 @@ from pathlib import Path
 import pytest
 from tests import forks
 
-PLAIN: tuple[str, ...] = ("json",)
+IMPORTS: tuple[str, ...] = ("json",)
 
 
 def run(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
-    return forks.run(*arguments, imports=PLAIN, **options)  # type: ignore[arg-type]
+    return forks.run(*arguments, imports=IMPORTS, **options)  # type: ignore[arg-type]
 
 
-def test_a_program_has_its_own_arguments_streams_folder_and_environment(tmp_path: Path) -> None:
+def test_program_has_its_own_arguments_streams_folder_and_environment(tmp_path: Path) -> None:
     code = "import os, sys; print(sys.argv, sys.stdin.read(), os.getcwd(), dict(os.environ)); sys.stderr.write('!')"
-    done = run("-c", code, "a", "b c", cwd=tmp_path, env={"NAME": "ä"}, stdin="wörds")
-    kept = "{'NAME': 'ä', 'PYTHONUTF8': '1'}"
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"['-c', 'a', 'b c'] wörds {tmp_path} {kept}\n", "!")
+    process = run("-c", code, "a", "b c", cwd=tmp_path, env={"NAME": "ä"}, stdin="wörds")
+    environ = "{'NAME': 'ä', 'PYTHONUTF8': '1'}"
+    assert (process.returncode, process.stdout, process.stderr) == (
+        0,
+        f"['-c', 'a', 'b c'] wörds {tmp_path} {environ}\n",
+        "!",
+    )
 
 
-def test_a_script_and_a_module_are_found(tmp_path: Path) -> None:
+def test_scripts_and_modules_are_found(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("value = 7\nif __name__ == '__main__': print('main')\n", encoding="utf-8")
     (tmp_path / "script.py").write_text("import beside, sys; print(sys.argv, beside.value, __file__)", encoding="utf-8")
     assert run("script.py", "x", cwd=tmp_path).stdout == "['script.py', 'x'] 7 script.py\n"
@@ -33,13 +37,13 @@ def test_a_script_and_a_module_are_found(tmp_path: Path) -> None:
     assert run("-c", "import beside; print(beside.value)", env=env).stdout == "7\n"
 
 
-def test_what_one_program_does_no_other_sees() -> None:
+def test_changes_in_one_program_are_invisible_to_others() -> None:
     assert run("-c", "import json; json.mine = 1").returncode == 0
     assert run("-c", "import json; print(hasattr(json, 'mine'))").stdout == "False\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "answer"),
+    ("code", "status"),
     [
         ("import sys; sys.exit(7)", 7),
         ("import sys; sys.exit('a word')", 1),
@@ -49,42 +53,42 @@ def test_what_one_program_does_no_other_sees() -> None:
         ("import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('last'))).start()", 0),
     ],
 )
-def test_a_program_ends_as_it_ends(code: str, answer: int) -> None:
-    done = run("-c", code)
-    assert done.returncode == answer
-    assert done.stdout == ("last\n" if "last" in code else "")
-    assert ("a word\n" in done.stderr) == ("a word" in code)
-    assert ("ZeroDivisionError" in done.stderr) == ("/ 0" in code)
+def test_exit_status_and_output_are_those_of_a_plain_process(code: str, status: int) -> None:
+    process = run("-c", code)
+    assert process.returncode == status
+    assert process.stdout == ("last\n" if "last" in code else "")
+    assert ("a word\n" in process.stderr) == ("a word" in code)
+    assert ("ZeroDivisionError" in process.stderr) == ("/ 0" in code)
 
 
 @pytest.mark.skipif(not forks.FORKS, reason="needs os.fork")
-def test_modules_are_there_and_a_shell_can_ask() -> None:
-    address = forks.server(*PLAIN)
+def test_modules_are_imported_and_a_shell_can_run_programs() -> None:
+    address = forks.server(*IMPORTS)
     shell = f'"{sys.executable}" "{forks.__file__}" ask {address} -c \'import sys; print("json" in sys.modules)\' | cat'
-    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)  # noqa: S607
-    assert done.stdout == "True\n"
-    code = forks.ask(
+    process = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)  # noqa: S607
+    assert process.stdout == "True\n"
+    status = forks.ask(
         address, forks.Request(["-c", "import sys; sys.exit('tarfile' in sys.modules)"], "/", {}), [0, 1, 2]
     )
-    assert code == 0
+    assert status == 0
 
 
 @pytest.mark.skipif(not forks.FORKS, reason="needs os.fork")
-def test_a_program_that_nobody_waits_for_is_killed() -> None:
+def test_program_is_killed_when_its_connection_closes() -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    taken, given = os.pipe()
-    with forks.asked(forks.server(*PLAIN), forks.Request(["-c", code], "/", {}), [0, given, 2]):
-        os.close(given)
-        pid = int(os.read(taken, 100))
-        os.close(taken)
-        assert there(pid)
+    read_end, write_end = os.pipe()
+    with forks.send(forks.server(*IMPORTS), forks.Request(["-c", code], "/", {}), [0, write_end, 2]):
+        os.close(write_end)
+        pid = int(os.read(read_end, 100))
+        os.close(read_end)
+        assert is_running(pid)
     deadline = time.monotonic() + forks.PATIENCE
-    while there(pid):
+    while is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def there(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What stands in for frozen dataclasses behaves as they do."""
+"""``Frozen`` behaves like a frozen dataclass, and ``NamedTuple`` like that of ``typing``."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def kind(request: pytest.FixtureRequest) -> Any:
 
 
 def test_fields_defaults_and_replace(kind: Any) -> None:
-    made = kind("a", table={"x": 1})
-    assert [each.name for each in fields(kind)] == ["name", "sizes", "table"]
-    assert replace(made, sizes=(2,)) == kind("a", (2,), {"x": 1})
+    instance = kind("a", table={"x": 1})
+    assert [item.name for item in fields(kind)] == ["name", "sizes", "table"]
+    assert replace(instance, sizes=(2,)) == kind("a", (2,), {"x": 1})
     assert kind("a").table is not kind("a").table
     assert is_dataclass(kind)
 
 
-def test_nothing_can_be_changed(kind: Any) -> None:
-    made = kind("a")
+def test_attributes_cannot_be_set_or_deleted(kind: Any) -> None:
+    instance = kind("a")
     with pytest.raises(FrozenInstanceError, match="name"):
-        made.name = "b"
+        instance.name = "b"
     with pytest.raises(FrozenInstanceError, match="name"):
-        del made.name
-    assert made.name == "a"
+        del instance.name
+    assert instance.name == "a"
 
 
 def test_equality_is_by_value_and_class(kind: Any) -> None:
@@ -56,13 +56,13 @@ def test_equality_is_by_value_and_class(kind: Any) -> None:
     assert Ours("a") != other
 
 
-def test_hash_goes_by_value_and_needs_hashable_fields(kind: Any) -> None:
+def test_hash_is_by_value_and_needs_hashable_fields(kind: Any) -> None:
     with pytest.raises(TypeError, match="unhashable"):
         hash(kind("a"))
     assert hash(kind("a", table=frozenset())) == hash(kind("a", table=frozenset()))
 
 
-def test_it_shows_itself(kind: Any) -> None:
+def test_repr_shows_the_fields(kind: Any) -> None:
     assert repr(kind("a", (1,))) == f"{kind.__name__}(name='a', sizes=(1,), table={{}})"
 
 
@@ -77,14 +77,14 @@ class Row(NamedTuple):
         return len(self.sizes)
 
 
-def test_named_tuples_have_defaults_methods_and_a_place() -> None:
+def test_named_tuples_have_defaults_and_methods_and_can_be_pickled() -> None:
     row = Row("a", sizes=(1, 2))
     assert (row.numel, Row("b").sizes, row._replace(name="c").name) == (2, (), "c")
     assert (Row.__doc__, Row._fields, Row.__annotations__["name"]) == ("A row of a table.", ("name", "sizes"), "str")
     assert pickle.loads(pickle.dumps(row)) == row == ("a", (1, 2))
 
 
-def test_a_debugger_may_look_at_its_variables() -> None:
+def test_constructor_works_when_a_debugger_reads_its_variables() -> None:
     def trace(frame: FrameType, *_: object) -> object:
         frame.f_locals  # noqa: B018 - what a debugger shows
         return trace
@@ -92,7 +92,7 @@ def test_a_debugger_may_look_at_its_variables() -> None:
     before = sys.gettrace()
     sys.settrace(trace)  # type: ignore[arg-type]
     try:
-        made = Ours("a")
+        instance = Ours("a")
     finally:
         sys.settrace(before)
-    assert vars(made) == {"name": "a", "sizes": (), "table": {}}
+    assert vars(instance) == {"name": "a", "sizes": (), "table": {}}

@@ -1,11 +1,11 @@
-"""Real files, damaged at random: always an answer, never a worse answer than the truth.
+"""Files damaged at random: ``inspect`` always returns a result, which never calls a file better than it is.
 
-Files of every format are cut, zeroed, flipped, spliced, re-zipped. Whatever comes out, the reader must answer with a
-``Checkpoint``, in time, that can be shown in every way. And the answer is held against the loaders themselves: C's
-unpickler with its imports recorded, torch's own reader, and ``torch.load``.
+Files of every format are cut, zeroed, flipped, spliced, re-zipped. Whatever the outcome, the reader must return a
+``Checkpoint``, in reasonable time, that can be displayed in every form. The result is compared with the loaders
+themselves: C's unpickler with its imports recorded, torch's own reader, and ``torch.load``.
 
-TRANSLOAD_FUZZ multiplies the number of examples; ``--hypothesis-profile=explore`` takes new ones each time. Without it
-the examples are the same in every run, so the files they are made of must be, too.
+TRANSLOAD_FUZZ multiplies the number of examples; ``--hypothesis-profile=explore`` uses new ones in each run. Without it
+the examples are the same in every run, so the files that they start from must be, too.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def saved(value: object, **options: object) -> bytes:
 
 
 def streamed(value: object) -> bytes:
-    """Saved as a stream, which names storages by their addresses; here by numbers that are the same each time."""
-    true, numbers = torch.UntypedStorage._cdata, dict[int, int]()
+    """Saved in the stream format, with fixed numbers in place of the addresses by which it names storages."""
+    address_of, numbers = torch.UntypedStorage._cdata, dict[int, int]()
 
     def numbered(storage: Any) -> int:
-        return numbers.setdefault(true.__get__(storage), 94_000_000_000_000 + len(numbers))
+        return numbers.setdefault(address_of.__get__(storage), 94_000_000_000_000 + len(numbers))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.UntypedStorage, "_cdata", property(numbered), raising=False)
@@ -82,10 +82,10 @@ def state_dict() -> dict[str, Any]:
 
 
 def typed() -> dict[str, Any]:
-    """The same without what the stream format cannot hold."""
-    held = state_dict()
-    held.pop("fp8", None)
-    return held
+    """The same without the dtype that the stream format cannot store."""
+    state = state_dict()
+    state.pop("fp8", None)
+    return state
 
 
 def hostile_entries() -> bytes:
@@ -93,8 +93,8 @@ def hostile_entries() -> bytes:
 
 
 def hostile_stream(count: int = 2) -> bytes:
-    held = {f"w{i}": tensor(storage=forge.storage_id(str(i), 4, "FloatStorage", "cpu", None)) for i in range(count)}
-    return forge.legacy(object=pickled(ordered({**held, "bad": DANGEROUS})))
+    tensors = {f"w{i}": tensor(storage=forge.storage_id(str(i), 4, "FloatStorage", "cpu", None)) for i in range(count)}
+    return forge.legacy(object=pickled(ordered({**tensors, "bad": DANGEROUS})))
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def rezip(data: bytes, method: int = zipfile.ZIP_STORED) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as out:
         for title, content in forge.records(data).items():
-            out.writestr(zipfile.ZipInfo(title), content, method)  # without the time of day
+            out.writestr(zipfile.ZipInfo(title), content, method)  # without a timestamp
     return buffer.getvalue()
 
 
@@ -141,22 +141,22 @@ def sound_files() -> dict[str, bytes]:
 
 @functools.cache
 def all_files() -> dict[str, bytes]:
-    others = [path for path in sorted(DATA.rglob("*.p*t*")) if path.is_file() and path.stat().st_size < SMALL]
-    held = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in others if path.suffix != ".py"}
-    pickles = {f"tensors in a pickle, protocol {each}": pickle.dumps(typed(), each) for each in (2, 4)}
-    return {**held, **sound_files(), **hostile_files(), **pickles, "tar": forge.tar(), "pickle": pickle.dumps(typed)}
+    paths = [path for path in sorted(DATA.rglob("*.p*t*")) if path.is_file() and path.stat().st_size < SMALL]
+    files = {f"{path.parent.name}/{path.name}": path.read_bytes() for path in paths if path.suffix != ".py"}
+    pickles = {f"tensors in a pickle, protocol {protocol}": pickle.dumps(typed(), protocol) for protocol in (2, 4)}
+    return {**files, **sound_files(), **hostile_files(), **pickles, "tar": forge.tar(), "pickle": pickle.dumps(typed)}
 
 
-# -- accidents ---------------------------------------------------------------------------------------------------------
+# -- random damage -----------------------------------------------------------------------------------------------------
 
 Mutation = Callable[[st.DrawFn, bytes], bytes]
 
 
 def place(draw: st.DrawFn, data: bytes) -> int:
-    """A position, as often near a border or a signature as anywhere."""
+    """A position, as often near a boundary or a signature as anywhere."""
     start = draw(st.integers(0, max(0, len(data) - 1)))
-    found = [data.find(signature, start) for signature in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")]
-    marks = [0, len(data) // 2, max(0, len(data) - 22), *(max(0, at) for at in found)]
+    hits = [data.find(signature, start) for signature in (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")]
+    marks = [0, len(data) // 2, max(0, len(data) - 22), *(max(0, at) for at in hits)]
     near = st.builds(lambda mark, by: min(max(0, mark + by), len(data)), st.sampled_from(marks), st.integers(-40, 60))
     return draw(near | st.integers(0, len(data)))
 
@@ -234,11 +234,11 @@ def zip_again(draw: st.DrawFn, data: bytes) -> bytes:
     method = draw(st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED]))
     try:
         return rezip(data, method)
-    except Exception:  # noqa: BLE001 - what zipfile cannot read stays as it is
+    except Exception:  # noqa: BLE001 - a file that zipfile cannot read stays as it is
         return data
 
 
-ACCIDENTS: tuple[Mutation, ...] = (
+MUTATIONS: tuple[Mutation, ...] = (
     *(cut, cut_front, zero, flip, flip, overwrite, overwrite, repeat, drop, swap, splice, append, prepend, as_text),
     zip_again,
 )
@@ -246,34 +246,34 @@ ACCIDENTS: tuple[Mutation, ...] = (
 
 @st.composite
 def damaged(draw: st.DrawFn, files: Callable[[], dict[str, bytes]], most: int = 3) -> bytes:
-    """A file, after a few accidents."""
+    """A file after a few random mutations."""
     data = files()[draw(st.sampled_from(sorted(files())))]
     for _ in range(draw(st.integers(1, most))):
-        data = draw(st.sampled_from(ACCIDENTS))(draw, data)
+        data = draw(st.sampled_from(MUTATIONS))(draw, data)
     return data[: 4 * SMALL]
 
 
-def told_of(data: bytes, **options: bool) -> Checkpoint:
-    """The answer; anything but a checkpoint is a bug."""
+def inspected(data: bytes, **options: bool) -> Checkpoint:
+    """The result of ``inspect``; an error instead of a checkpoint is a bug."""
     try:
         return inspect(data, **options)
     except CannotReadError:
         pytest.fail("bytes can always be read")
 
 
-# -- an answer, always -------------------------------------------------------------------------------------------------
+# -- inspect always returns a result -----------------------------------------------------------------------------------
 
 
 @tries(max_examples=300 * FUZZ)
 @given(damaged(all_files), st.booleans())
 @example(b"", False)
 @example(b"PK\x03\x04", True)
-def test_there_is_always_an_answer_that_can_be_shown(data: bytes, verify: bool) -> None:
-    told = told_of(data, verify=verify)
-    assert json.loads(json.dumps(told.to_dict()))["schema"] == 1
-    assert repr(told)
-    assert told._repr_html_()
-    for storage in told.storages:
+def test_inspect_always_returns_a_result_that_can_be_displayed(data: bytes, verify: bool) -> None:
+    result = inspected(data, verify=verify)
+    assert json.loads(json.dumps(result.to_dict()))["schema"] == 1
+    assert repr(result)
+    assert result._repr_html_()
+    for storage in result.storages:
         assert storage.stored >= 0
         assert storage.offset is None or 0 <= storage.offset <= len(data)
         assert storage.compressed or storage.offset is None or storage.offset + storage.stored <= len(data)
@@ -281,28 +281,28 @@ def test_there_is_always_an_answer_that_can_be_shown(data: bytes, verify: bool) 
 
 @tries(max_examples=60 * FUZZ)
 @given(damaged(all_files))
-def test_the_answer_is_the_same_every_time(data: bytes) -> None:
-    assert json.dumps(told_of(data).to_dict()) == json.dumps(told_of(data).to_dict())
+def test_inspect_is_deterministic(data: bytes) -> None:
+    assert json.dumps(inspected(data).to_dict()) == json.dumps(inspected(data).to_dict())
 
 
 @tries(max_examples=200 * FUZZ)
 @given(st.binary(max_size=400) | st.binary(max_size=400).map(lambda tail: b"PK\x03\x04" + tail))
-def test_bytes_that_never_were_a_file_are_no_checkpoint(data: bytes) -> None:
-    assert not told_of(data).ok or told_of(data).format == "safetensors"
+def test_random_bytes_are_only_ever_accepted_as_safetensors(data: bytes) -> None:
+    assert not inspected(data).ok or inspected(data).format == "safetensors"
 
 
-# -- soundness: what a loader would run, we have seen ------------------------------------------------------------------
+# -- safety: inspect finds every import that a loader would make -------------------------------------------------------
 
 
 class Recorder(pickle.Unpickler):
-    """C's unpickler, asking for nothing: every import is noted, and something inert given instead."""
+    """C's unpickler without imports: each one is recorded, and replaced by an inert class."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.asked: set[tuple[str, str]] = set()
+        self.imports: set[tuple[str, str]] = set()
 
     def find_class(self, module: str, name: str) -> Any:
-        self.asked.add((module, name))
+        self.imports.add((module, name))
         return Inert
 
     def persistent_load(self, pid: object) -> object:
@@ -310,7 +310,7 @@ class Recorder(pickle.Unpickler):
 
 
 class Inert:
-    """Takes anything, does nothing."""
+    """Accepts any call, and does nothing."""
 
     def __new__(cls, *_: object, **__: object) -> Any:
         return super().__new__(cls)
@@ -323,22 +323,22 @@ class Inert:
     def add(self, value: object) -> None: ...
 
 
-def asked(data: bytes, pickles: int = 1) -> set[tuple[str, str]]:
-    """What unpickling would import, until it breaks."""
+def imports_of(data: bytes, pickles: int = 1) -> set[tuple[str, str]]:
+    """What unpickling would import, until it fails."""
     file = io.BytesIO(data)
-    found: set[tuple[str, str]] = set()
+    imports: set[tuple[str, str]] = set()
     for _ in range(pickles):
         recorder = Recorder(file)
         try:
             recorder.load()
-        except Exception:  # noqa: BLE001 - it raises whatever it meets
-            return found | recorder.asked
-        found |= recorder.asked
-    return found
+        except Exception:  # noqa: BLE001 - a damaged pickle may raise anything
+            return imports | recorder.imports
+        imports |= recorder.imports
+    return imports
 
 
 def streams(data: bytes) -> Iterator[bytes]:
-    """Every pickle that a loader would find in these bytes: torch's zip reader, ``zipfile``, tarfile, plain reading."""
+    """Every pickle that a loader would find: torch's zip reader, ``zipfile``, ``tarfile``, or a plain unpickler."""
     with contextlib.suppress(Exception):
         yield bytes(torch._C.PyTorchFileReader(io.BytesIO(data)).get_record("data.pkl"))
     yield from zipped_pickles(data)
@@ -350,7 +350,7 @@ def zipped_pickles(data: bytes) -> list[bytes]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as opened:
             return [opened.read(info) for info in opened.infolist() if info.filename.endswith(".pkl")]
-    except Exception:  # noqa: BLE001 - it finds none
+    except Exception:  # noqa: BLE001 - it cannot be read
         return []
 
 
@@ -359,54 +359,54 @@ def tarred_pickles(data: bytes) -> list[bytes]:
 
     try:
         with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as opened:
-            found = [opened.extractfile(name) for name in ("storages", "tensors", "pickle")]
-            return [file.read() for file in found if file is not None]
-    except Exception:  # noqa: BLE001 - it finds none
+            members = [opened.extractfile(name) for name in ("storages", "tensors", "pickle")]
+            return [file.read() for file in members if file is not None]
+    except Exception:  # noqa: BLE001 - it cannot be read
         return []
 
 
 def reaches(data: bytes) -> bool:
-    """Whether some loader would still come to the hostile call."""
-    return any(("os", "getcwd") in asked(stream, 6) for stream in streams(data))
+    """Whether some loader would still reach the hostile call."""
+    return any(("os", "getcwd") in imports_of(stream, 6) for stream in streams(data))
 
 
 @tries(max_examples=400 * FUZZ)
 @given(damaged(hostile_files))
-def test_no_accident_makes_a_hostile_file_look_safe(data: bytes) -> None:
-    told = told_of(data)
+def test_damage_never_makes_a_hostile_file_look_safe(data: bytes) -> None:
+    result = inspected(data)
     if reaches(data):
-        assert told.safety not in ("data-only", "needs-trust"), told.problems
+        assert result.safety not in ("data-only", "needs-trust"), result.problems
 
 
 @each("name", hostile_files())
-def test_a_hostile_file_is_seen_before_any_accident(name: str) -> None:
+def test_undamaged_hostile_files_are_dangerous(name: str) -> None:
     data = hostile_files()[name]
     assert reaches(data)
-    assert told_of(data).safety == "dangerous"
+    assert inspected(data).safety == "dangerous"
 
 
 @tries(max_examples=150 * FUZZ)
 @given(damaged(all_files))
 def test_every_import_a_loader_would_make_is_listed(data: bytes) -> None:
-    told = told_of(data)
-    if told.safety not in ("data-only", "needs-trust"):
+    result = inspected(data)
+    if result.safety not in ("data-only", "needs-trust"):
         return
-    listed = {use.full_name for use in told.globals} | {use.spelling for use in told.globals}
+    listed = {use.full_name for use in result.globals} | {use.spelling for use in result.globals}
     for stream in streams(data):
-        for module, name in asked(stream):
+        for module, name in imports_of(stream):
             assert f"{module}.{name}" in listed
 
 
-# -- soundness: what we call whole, torch loads, and to the bit --------------------------------------------------------
+# -- integrity: torch loads the same bytes from a file that inspect calls sound ----------------------------------------
 
 
 def same(ours: Checkpoint, data: bytes, theirs: Any) -> None:
-    """Every tensor torch has loaded is in our list, and at the place we name lie its bytes."""
-    flat = dict(tensors_of(theirs))
-    assert {tensor.name for tensor in ours.tensors} == set(flat)
+    """Assert that both have the same tensors, and that their bytes are at the offsets that ``inspect`` reports."""
+    loaded = dict(tensors_of(theirs))
+    assert {tensor.name for tensor in ours.tensors} == set(loaded)
     storages = {storage.id: storage for storage in ours.storages}
     for tensor_ in ours.tensors:
-        value = flat[tensor_.name]
+        value = loaded[tensor_.name]
         assert (tensor_.dtype, tensor_.shape) == (str(value.dtype).removeprefix("torch."), tuple(value.shape))
         if tensor_.storage is None:
             continue
@@ -415,8 +415,8 @@ def same(ours: Checkpoint, data: bytes, theirs: Any) -> None:
         if storage.offset is not None:
             assert bytes(value.untyped_storage()) == data[storage.offset : storage.offset + storage.nbytes]
     for names in ours.shared:
-        known = [flat[name].untyped_storage().data_ptr() for name in names if name in flat]
-        assert len(set(known)) <= 1
+        pointers = [loaded[name].untyped_storage().data_ptr() for name in names if name in loaded]
+        assert len(set(pointers)) <= 1
 
 
 def tensors_of(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -437,53 +437,53 @@ def load(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=RELEASE >= (2, 6))
 
 
-def too_new(told: Checkpoint) -> bool:
-    """Whether an older torch lacks the function that makes tensors of newer dtypes."""
+def too_new(result: Checkpoint) -> bool:
+    """Whether this torch is too old to have the function that rebuilds tensors of newer dtypes."""
     name = "_rebuild_tensor_v3"
-    return not hasattr(torch._utils, name) and any(use.name == name for use in told.globals)
+    return not hasattr(torch._utils, name) and any(use.name == name for use in result.globals)
 
 
-# torch.load does not read these, whatever state they are in.
+# torch.load does not read these formats, damaged or not.
 NOT_FOR_TORCH = frozenset({"torch-tar", "safetensors", "pickle", "torch-directory"})
 
 
 @tries(max_examples=400 * FUZZ)
 @given(damaged(sound_files, 2))
-def test_what_we_call_sound_torch_loads_and_the_same(data: bytes) -> None:
-    told = told_of(data, verify=True)
-    old_form = any(storage.record.startswith("tensors/") for storage in told.storages)
-    python2 = "pickle-python2-bytes" in {problem.code for problem in told.problems}  # wants another encoding
-    if not told.ok or told.format in NOT_FOR_TORCH or old_form or python2 or "refuses" in told.prediction:
+def test_torch_loads_the_same_tensors_from_a_file_that_is_called_sound(data: bytes) -> None:
+    result = inspected(data, verify=True)
+    old_form = any(storage.record.startswith("tensors/") for storage in result.storages)
+    python2 = "pickle-python2-bytes" in {problem.code for problem in result.problems}  # needs another encoding
+    if not result.ok or result.format in NOT_FOR_TORCH or old_form or python2 or "refuses" in result.prediction:
         return
-    if too_new(told):
+    if too_new(result):
         return
-    same(told, data, load(data))
+    same(result, data, load(data))
 
 
 @each("name", sound_files())
-def test_a_sound_file_is_sound_before_any_accident(name: str) -> None:
+def test_undamaged_sound_files_are_data_only_and_torch_loads_the_same_tensors(name: str) -> None:
     data = sound_files()[name]
-    told = told_of(data, verify=True)
-    assert told.safety == "data-only"
-    assert told.integrity in ("whole", "unchecked", "repairable")
-    if "refuses" not in told.prediction and not too_new(told):  # Python 2 wrote opcodes that weights_only does not know
-        same(told, data, load(data))
+    result = inspected(data, verify=True)
+    assert result.safety == "data-only"
+    assert result.integrity in ("whole", "unchecked", "repairable")
+    if "refuses" not in result.prediction and not too_new(result):  # weights_only refuses some opcodes of Python 2
+        same(result, data, load(data))
 
 
 @tries(max_examples=200 * FUZZ)
 @given(damaged(sound_files, 1))
-def test_damage_to_a_zip_that_goes_unseen_changes_no_record(data: bytes) -> None:
-    """With checksums compared, ``whole`` means that every record is one that some file was made of."""
+def test_zip_that_is_called_whole_has_only_undamaged_records(data: bytes) -> None:
+    """With ``verify=True``, ``whole`` means that every record is identical to a record of some undamaged file."""
     if data[:4] != b"PK\x03\x04":
         return
-    told = told_of(data, verify=True)
-    if told.integrity == "whole" and told.safety == "data-only":
+    result = inspected(data, verify=True)
+    if result.integrity == "whole" and result.safety == "data-only":
         zipped = [file for file in all_files().values() if file[:2] == b"PK"]
         known = {content for file in zipped for content in forge.records(file).values()}
         assert set(forge.records(data).values()) <= known
 
 
-# -- tensors made up ---------------------------------------------------------------------------------------------------
+# -- generated tensors -------------------------------------------------------------------------------------------------
 
 KINDS = (
     "FloatStorage",
@@ -500,7 +500,7 @@ FLAGS = st.sampled_from([True, False, False, None, 0, 1])
 
 
 @st.composite
-def storages_(draw: st.DrawFn, extra: tuple[object, ...] = ()) -> bytes:
+def storage_ids(draw: st.DrawFn, extra: tuple[object, ...] = ()) -> bytes:
     key = draw(st.sampled_from(["0", "1", "2", "3", 0]))
     numel = draw(st.sampled_from([0, 4, 4, 4, 8, 16, 5, -4]))
     device = draw(st.sampled_from(["cpu", "cpu", "cpu", "cuda:0", "meta", "nowhere"]))
@@ -509,42 +509,42 @@ def storages_(draw: st.DrawFn, extra: tuple[object, ...] = ()) -> bytes:
 
 @st.composite
 def calls(draw: st.DrawFn, depth: int = 2) -> bytes:
-    """A call of a rebuild function with arguments that may fit."""
+    """A call of a rebuild function with arguments that may or may not be valid."""
     shape = draw(SHAPES)
     stride = draw(SHAPES | st.just(contiguous(shape)) | st.just(contiguous(shape)))
-    place_ = (draw(storages_()), draw(st.sampled_from([0, 0, 0, 1, 3, -1])), shape, stride)
+    placement = (draw(storage_ids()), draw(st.sampled_from([0, 0, 0, 1, 3, -1])), shape, stride)
     hooks = draw(st.sampled_from([ordered(), ordered(), b"}", b"N"]))
     kind = draw(st.sampled_from(["v1", "v2", "v2", "v2", "v3", "meta", *(["parameter"] if depth else [])]))
     if kind == "v1":
-        return forge.rebuilt("_rebuild_tensor", *place_)
+        return forge.rebuilt("_rebuild_tensor", *placement)
     if kind == "meta":
         return forge.rebuilt(
-            "_rebuild_meta_tensor_no_storage", forge.name("torch", "float32"), *place_[2:], draw(FLAGS)
+            "_rebuild_meta_tensor_no_storage", forge.name("torch", "float32"), *placement[2:], draw(FLAGS)
         )
     if kind == "parameter":
         return forge.rebuilt("_rebuild_parameter", draw(calls(depth - 1)), draw(FLAGS), hooks)
     if kind == "v2":
-        return forge.rebuilt("_rebuild_tensor_v2", *place_, draw(FLAGS), hooks)
+        return forge.rebuilt("_rebuild_tensor_v2", *placement, draw(FLAGS), hooks)
     dtype = draw(st.sampled_from(["float8_e5m2", "uint16", "float32", "uint64", "bits8", "layout", "nothing"]))
-    return forge.rebuilt("_rebuild_tensor_v3", *place_, draw(FLAGS), hooks, forge.name("torch", dtype))
+    return forge.rebuilt("_rebuild_tensor_v3", *placement, draw(FLAGS), hooks, forge.name("torch", dtype))
 
 
 @st.composite
-def made_up(draw: st.DrawFn) -> bytes:
-    """A checkpoint of made-up tensors over storages of a few sizes."""
-    held = {f"t{i}": draw(calls()) for i in range(draw(st.integers(1, 3)))}
+def generated_checkpoints(draw: st.DrawFn) -> bytes:
+    """A checkpoint of generated tensors over storages of a few sizes."""
+    tensors = {f"t{i}": draw(calls()) for i in range(draw(st.integers(1, 3)))}
     sizes = draw(st.lists(st.sampled_from([0, 4, 8, 16, 32]), min_size=3, max_size=4))
-    return forge.checkpoint(pickled(ordered(held)), {str(i): bytes(range(size)) for i, size in enumerate(sizes)})
+    return forge.checkpoint(pickled(ordered(tensors)), {str(i): bytes(range(size)) for i, size in enumerate(sizes)})
 
 
 SOUND = forge.checkpoint(pickled(ordered({"t0": tensor("0")})), {"0": bytes(16)})
 
 
 @tries(max_examples=300 * FUZZ)
-@given(made_up())
+@given(generated_checkpoints())
 @example(SOUND)
-def test_made_up_tensors_that_we_call_sound_are_what_torch_makes(data: bytes) -> None:
-    told = told_of(data, verify=True)
-    assert told.ok or data != SOUND
-    if told.ok:
-        same(told, data, load(data))
+def test_generated_tensors_that_are_called_sound_are_what_torch_loads(data: bytes) -> None:
+    result = inspected(data, verify=True)
+    assert result.ok or data != SOUND
+    if result.ok:
+        same(result, data, load(data))

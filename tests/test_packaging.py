@@ -1,4 +1,4 @@
-"""What is shipped: the zipapp, the version, the types, and the arrows between the rooms."""
+"""What is shipped: the zipapp, the version, the types, and the allowed imports between rooms."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from transload._version import __version__
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "transload"
 
-# Who may import whom. Modules beside the rooms hold plain facts, which every room may import; they import only one
-# another. Every room may draw its own results with `render`. A new room gets its line here, and in
-# docs/architecture.md, before it gets its first import.
+# What each room (subpackage) may import. Modules outside the rooms hold plain facts, which every room may import; they
+# import only each other. Every room may display its own results with `render`. A new room must be listed here, and in
+# docs/architecture.md, before its first import.
 FACTS = {"_version", "checkpoint", "contents", "devices", "dtypes", "errors", "findings", "frozen", "machine", "nodes"}
 FRONTS = {"__init__", "__main__", "cli"}
 _FILES = {"io", "formats", "judge", "tensors"}
@@ -51,7 +51,7 @@ ALLOWED_ROOMS = {
     "tensors": "numpy",
     "patching": "torch",
 }
-# The programs of the torch children: they run in processes of their own, by the interpreter that is examined.
+# Programs that import torch in a child process, with the interpreter that is examined.
 ALLOWED = {
     "transload.diagnose.probes.ask_torch": "torch",
     "transload.diagnose.probes.ask_store": "torch",
@@ -62,7 +62,7 @@ ALLOWED = {
 class Import(NamedTuple):
     module: str  # the full dotted name
     line: int
-    deferred: bool  # inside a function: paid only when the function runs
+    deferred: bool  # inside a function: executed only when the function runs
 
 
 def name_of(path: Path) -> str:
@@ -71,7 +71,7 @@ def name_of(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """``read`` of ``transload.io.sources``; the package itself is ``__init__``."""
+    """``io`` for ``transload.io.sources``, and ``__init__`` for the package itself."""
     return module.split(".")[1] if "." in module else "__init__"
 
 
@@ -87,73 +87,75 @@ def absolute(node: ast.ImportFrom, path: Path) -> str:
 
 
 def imports_in(node: ast.AST, path: Path, *, deferred: bool = False) -> Iterator[Import]:
-    """Every import that can run. What stands under TYPE_CHECKING never does."""
+    """Every import that can run; those under TYPE_CHECKING never do."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Import):
             yield from (Import(alias.name, child.lineno, deferred) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
             base = absolute(child, path)
-            # `from transload import read` names a module only in its list; `from transload.errors import X` does not.
+            # `from transload import render` names a module after `import`; `from transload.errors import X` does not.
             names = [f"{base}.{alias.name}" for alias in child.names] if base == "transload" else [base]
             yield from (Import(name, child.lineno, deferred) for name in names)
         elif is_type_checking(child):
             assert isinstance(child, ast.If)
             for other in child.orelse:
                 yield from imports_in(ast.Module([other], []), path, deferred=deferred)
-        elif not isinstance(child, ast.expr):  # most nodes are expressions, and no import is in one
+        elif not isinstance(child, ast.expr):  # most nodes are expressions, which contain no imports
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             yield from imports_in(child, path, deferred=deferred or inside)
 
 
 @pytest.fixture(scope="module")
 def modules() -> dict[Path, ast.Module]:
-    """Every module that is shipped, parsed."""
+    """The syntax tree of every module that is shipped."""
     return {path: ast.parse(path.read_text(encoding="utf-8"), str(path)) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @pytest.fixture(scope="module")
 def imports(modules: dict[Path, ast.Module]) -> list[tuple[str, Import]]:
-    """Every import of every module, after the name of the module."""
-    return [(name_of(path), found) for path, tree in modules.items() for found in imports_in(tree, path)]
+    """Every import of every module, with the name of the module first."""
+    return [(name_of(path), imported) for path, tree in modules.items() for imported in imports_in(tree, path)]
 
 
-def test_nothing_is_imported_from_outside_but_what_is_allowed_and_only_when_asked(
+def test_only_allowed_packages_are_imported_and_only_inside_functions(
     imports: list[tuple[str, Import]],
 ) -> None:
     offenders = []
-    for module, found in imports:
-        package = found.module.partition(".")[0]
+    for module, imported in imports:
+        package = imported.module.partition(".")[0]
         allowed = ALLOWED_ROOMS.get(room_of(module)) or ALLOWED.get(module)
         is_foreign = package != "transload" and package not in sys.stdlib_module_names
-        if is_foreign and not (package == allowed and found.deferred):
-            offenders.append((module, found))
+        if is_foreign and not (package == allowed and imported.deferred):
+            offenders.append((module, imported))
     assert offenders == []
 
 
-def test_rooms_import_only_what_they_may(modules: dict[Path, ast.Module], imports: list[tuple[str, Import]]) -> None:
+def test_rooms_import_only_what_they_are_allowed_to(
+    modules: dict[Path, ast.Module], imports: list[tuple[str, Import]]
+) -> None:
     known = {*FACTS, *FRONTS, *ROOMS}
     new = {room_of(name_of(path)) for path in modules} - known
-    assert not new, f"say what each of {new} may import, in {Path(__file__).name}"
+    assert not new, f"state what each of {new} may import, in {Path(__file__).name}"
     offenders = []
-    for module, found in imports:
-        room, other = room_of(module), room_of(found.module)
-        ours = found.module.partition(".")[0] == "transload" and other != room
+    for module, imported in imports:
+        room, other = room_of(module), room_of(imported.module)
+        ours = imported.module.partition(".")[0] == "transload" and other != room
         allowed = other in {*FACTS, "render"} or other in ROOMS.get(room, set()) or room in FRONTS
         if ours and not allowed:
-            offenders.append((module, found))
+            offenders.append((module, imported))
     assert offenders == []
 
 
-def test_no_modules_import_one_another(modules: dict[Path, ast.Module]) -> None:
-    """Directly or not, also inside functions and for types only."""
+def test_no_import_cycles(modules: dict[Path, ast.Module]) -> None:
+    """Direct or indirect, also inside functions and for types only."""
     metrics = runpy.run_path(str(ROOT / "scripts" / "metrics.py"))
     cycles = metrics["cycles"]
     assert cycles(metrics["imports"]({name_of(path): tree for path, tree in modules.items()})) == []
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [{"a", "b", "c"}]
 
 
-def test_the_import_finder_finds() -> None:
-    """The two tests above see nothing wrong in code they cannot see, so here is some they must see."""
+def test_import_finder_finds_every_form_of_import() -> None:
+    """The tests above cannot fail on imports that the finder misses, so this lists what it must find."""
     package = PACKAGE / "formats"
     source = """
 import torch, os.path
@@ -173,8 +175,8 @@ class Reader:
     def read(self):
         from numpy.linalg import norm
 """
-    found = list(imports_in(ast.parse(source), package / "invented.py"))
-    assert [(each.module, each.deferred) for each in found] == [
+    results = list(imports_in(ast.parse(source), package / "invented.py"))
+    assert [(imported.module, imported.deferred) for imported in results] == [
         ("torch", False),
         ("os.path", False),
         ("transload.cli", False),
@@ -187,19 +189,19 @@ class Reader:
     ]
 
 
-def test_types_are_shipped() -> None:
+def test_py_typed_is_shipped() -> None:
     assert (PACKAGE / "py.typed").is_file()
 
 
 def test_every_function_is_annotated(modules: dict[Path, ast.Module]) -> None:
-    """mypy holds this too, but an ignore in its settings must not unmake the promise of py.typed."""
-    bare = [
+    """mypy checks this too, but an ignore in its settings must not break the promise of py.typed."""
+    unannotated = [
         f"{path}:{node.lineno}: {node.name}"
         for path, tree in modules.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is None
     ]
-    assert bare == []
+    assert unannotated == []
 
 
 def test_metadata_and_source_agree_on_the_version() -> None:
@@ -210,7 +212,7 @@ def test_metadata_and_source_agree_on_the_version() -> None:
     assert installed == __version__
 
 
-def test_the_changelog_knows_the_version() -> None:
+def test_changelog_has_an_entry_for_the_version() -> None:
     assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
@@ -226,38 +228,38 @@ def zipapp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_zipapp(zipapp: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    # -I -S: neither the environment, nor this folder, nor site-packages can lend it a module.
+    # -I -S: neither the environment, nor this folder, nor site-packages can provide a module.
     command = [sys.executable, "-I", "-S", zipapp, *args]
     return subprocess.run(command, check=False, capture_output=True, encoding="utf-8", timeout=300)
 
 
 def test_zipapp_runs_by_itself(zipapp: Path) -> None:
-    done = run_zipapp(zipapp, "--version")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert __version__ in done.stdout
+    process = run_zipapp(zipapp, "--version")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert __version__ in process.stdout
 
 
 def test_zipapp_reads_a_checkpoint(zipapp: Path) -> None:
-    done = run_zipapp(zipapp, "inspect", ROOT / "examples" / "model_cuda0.pt")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "cuda:0" in done.stdout
+    process = run_zipapp(zipapp, "inspect", ROOT / "examples" / "model_cuda0.pt")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "cuda:0" in process.stdout
 
 
 def test_zipapp_examines_a_machine(zipapp: Path) -> None:
-    done = run_zipapp(zipapp, "doctor", "--no-torch", "--json")
-    assert done.returncode in (0, 1), done.stderr
-    assert json.loads(done.stdout)["machine"]["python"]["version"]
+    process = run_zipapp(zipapp, "doctor", "--no-torch", "--json")
+    assert process.returncode in (0, 1), process.stderr
+    assert json.loads(process.stdout)["machine"]["python"]["version"]
     assert run_zipapp(zipapp, "doctor", "--explain", "U04").stdout.startswith("U04 ")
 
 
 def test_zipapp_explains_an_error(zipapp: Path, tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("RuntimeError: Invalid magic number; corrupt file?\n", encoding="utf-8")
-    done = run_zipapp(zipapp, "explain", "--no-checks", "--json", log)
-    assert json.loads(done.stdout)["known"], done.stderr
+    process = run_zipapp(zipapp, "explain", "--no-checks", "--json", log)
+    assert json.loads(process.stdout)["known"], process.stderr
 
 
-def test_zipapp_has_the_tables(zipapp: Path) -> None:
+def test_zipapp_contains_all_data_files(zipapp: Path) -> None:
     paths = (path for kind in ("*.json", "*.md", "*.css") for path in PACKAGE.rglob(kind))
     data = {path.relative_to(PACKAGE.parent).as_posix() for path in paths}
     assert data
@@ -265,11 +267,11 @@ def test_zipapp_has_the_tables(zipapp: Path) -> None:
         assert data <= set(archive.namelist())
 
 
-def test_zipapp_passes_on_the_exit_code(zipapp: Path, tmp_path: Path) -> None:
+def test_zipapp_returns_the_exit_code(zipapp: Path, tmp_path: Path) -> None:
     assert run_zipapp(zipapp, "inspect", tmp_path / "absent.pt").returncode == 2
 
 
-def test_zipapp_is_executable_and_the_same_every_time(zipapp: Path, tmp_path: Path) -> None:
+def test_zipapp_is_executable_and_its_build_reproducible(zipapp: Path, tmp_path: Path) -> None:
     content = zipapp.read_bytes()
     assert content.startswith(b"#!/usr/bin/env python3\n")
     assert build_zipapp(tmp_path / "again" / "transload.pyz").read_bytes() == content

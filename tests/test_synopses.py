@@ -1,4 +1,4 @@
-"""What the manual says of options and arguments is what the parsers and the functions have."""
+"""The options and arguments in the manual are those of the parsers and the functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def options_of(command: str) -> set[str]:
 
 
 def options_in(text: str) -> set[str]:
-    """The options in a line; those of a script or module that it names are not ours."""
+    """The options in a line, without those of a script or module that it runs."""
     return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub(r"(\w+\.py|(?:^| )-m [\w.]+).*", r"\1", text)))
 
 
@@ -34,7 +34,7 @@ def page_of(command: str) -> Path:
 
 
 @each("command", COMMANDS)
-def test_the_page_of_a_command_has_all_its_options_and_no_others(command: str) -> None:
+def test_page_of_a_command_names_all_its_options_and_no_others(command: str) -> None:
     text = page_of(command).read_text(encoding="utf-8")
     synopsis = next(blocks_of(page_of(command)))
     assert (synopsis.kind, text.partition("\n")[0]) == ("synopsis", f"# transload {command}")
@@ -42,52 +42,54 @@ def test_the_page_of_a_command_has_all_its_options_and_no_others(command: str) -
     assert options_in(" ".join(lines)) - options_of(command) == set()
     in_table = set().union(*map(options_in, re.findall(r"^\| `(-[^`]*)` \|", text, re.MULTILINE)))
     assert in_table - options_of(command) == set()
-    named = {*options_in(text), "--color", "--help"}
-    assert [action.option_strings for action in options_only(command) if not named & set(action.option_strings)] == []
+    mentioned = {*options_in(text), "--color", "--help"}
+    assert [
+        action.option_strings for action in options_only(command) if not mentioned & set(action.option_strings)
+    ] == []
 
 
 @each("command", COMMANDS)
-def test_examples_of_the_help_name_options_that_exist(command: str) -> None:
+def test_examples_in_the_help_use_options_that_exist(command: str) -> None:
     for line in re.findall(rf"transload {command} (.*)", parser_of(command).epilog or ""):
         assert options_in(re.split(r" {2,}| [|>&]", line)[0]) - options_of(command) == set(), line
 
 
 @each("page", [*PAGES, *(ROOT / "docs" / "doctor").glob("*.md")], ids=lambda page: page.stem)
-def test_commands_between_the_words_exist(page: Path) -> None:
+def test_commands_in_the_text_of_pages_exist(page: Path) -> None:
     for line in commands_in_text(page):
-        for call in re.findall(r"transload ([a-z]+)([^|&>]*)", line):
-            assert call[0] in COMMANDS, line
-            assert options_in(call[1]) - options_of(call[0]) == set(), line
+        for command in re.findall(r"transload ([a-z]+)([^|&>]*)", line):
+            assert command[0] in COMMANDS, line
+            assert options_in(command[1]) - options_of(command[0]) == set(), line
 
 
 SIGNATURES = [block for page in PAGES for block in blocks_of(page) if block.kind == "signature"]
 
 
 @pytest.mark.parametrize("block", SIGNATURES, ids=[block.place for block in SIGNATURES])
-def test_signatures_are_those_of_the_functions(block: Block) -> None:
-    found = SIGNATURE.fullmatch(block.text)
-    assert found is not None
-    shown = parameters(f"def f({found[2].replace('…', '...')}): ...")
-    real = inspect.signature(getattr(transload, found[1]))
-    made = parameters(f"def f{re.sub(r' *->.*', '', str(plain(real)))}: ...")
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in real.parameters.values())
-    shown = [each for each in shown if each in made or each[1] != "..." or not open_ended]
-    assert [name for name, _ in shown] == [name for name, _ in made]
-    assert [each for each in zip(shown, made, strict=False) if each[0] != each[1] and each[0][1] != "..."] == []
+def test_signatures_in_the_manual_match_the_functions(block: Block) -> None:
+    match = SIGNATURE.fullmatch(block.text)
+    assert match is not None
+    shown = parameters(f"def f({match[2].replace('…', '...')}): ...")
+    real = inspect.signature(getattr(transload, match[1]))
+    actual = parameters(f"def f{re.sub(r' *->.*', '', str(plain(real)))}: ...")
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in real.parameters.values())
+    shown = [pair for pair in shown if pair in actual or pair[1] != "..." or not takes_any]
+    assert [name for name, _ in shown] == [name for name, _ in actual]
+    assert [pair for pair in zip(shown, actual, strict=False) if pair[0] != pair[1] and pair[0][1] != "..."] == []
 
 
 def plain(signature: inspect.Signature) -> inspect.Signature:
     """A signature without types."""
-    kept = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
-    return signature.replace(parameters=kept, return_annotation=inspect.Signature.empty)
+    untyped = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return signature.replace(parameters=untyped, return_annotation=inspect.Signature.empty)
 
 
 def parameters(source: str) -> list[tuple[str, str]]:
-    """Names and default values, in order."""
+    """Names and default values of the parameters, in order."""
     node = ast.parse(source).body[0]
     assert isinstance(node, ast.FunctionDef)
-    own = node.args
-    positional = [*own.posonlyargs, *own.args]
-    defaults = [None] * (len(positional) - len(own.defaults)) + list(own.defaults)
-    every = [*zip(positional, defaults, strict=True), *zip(own.kwonlyargs, own.kw_defaults, strict=True)]
-    return [(arg.arg, ast.unparse(default) if default else "") for arg, default in every]
+    arguments = node.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    pairs = [*zip(positional, defaults, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    return [(arg.arg, ast.unparse(default) if default else "") for arg, default in pairs]

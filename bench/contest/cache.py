@@ -1,4 +1,4 @@
-"""The page cache of one file: how much of it is there, and putting it there or away."""
+"""The page cache of one file: how much of it is cached, and how to fill or drop it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CHUNK = 16 << 20
 
 
 def cached(path: str) -> float | None:
-    """The part of a file in the page cache, from 0 to 1; None where the system does not tell."""
+    """The fraction of a file in the page cache, from 0 to 1; None if the system does not report it."""
     try:
         mincore = ctypes.CDLL(None, use_errno=True).mincore
     except (AttributeError, OSError):
@@ -20,18 +20,18 @@ def cached(path: str) -> float | None:
         with mmap.mmap(fd, 0, access=mmap.ACCESS_COPY) as mapped:
             pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
             first = ctypes.c_char.from_buffer(mapped)
-            wrong = mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), pages)
+            failed = mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(mapped)), pages)
             del first  # or the mapping could not be closed
     finally:
         os.close(fd)
-    return None if wrong else sum(bytes(pages).translate(_LOWEST)) / len(pages)
+    return None if failed else sum(bytes(pages).translate(_LOWEST)) / len(pages)
 
 
 _LOWEST = bytes(value & 1 for value in range(256))  # the other bits of mincore are not defined
 
 
 def drop(path: str) -> None:
-    """Take a file out of the page cache. Its pages must be on the disk, which a synced file's are."""
+    """Remove a file from the page cache, after a flush, because only pages on the disk can be removed."""
     if not hasattr(os, "posix_fadvise"):
         return
     fd = os.open(path, os.O_RDONLY)
@@ -43,10 +43,10 @@ def drop(path: str) -> None:
 
 
 def warm(path: str) -> None:
-    """Read a file that is not all in the page cache."""
+    """Read a file unless all of it is in the page cache."""
     if cached(path) == 1:
         return
     buffer = bytearray(CHUNK)
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - a path as text, as os.open takes it
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - paths are strings here
         while file.readinto(buffer):
             pass

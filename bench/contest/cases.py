@@ -1,8 +1,8 @@
-"""The checkpoints that contenders load: what is in each, how it is written, and whether a result is it.
+"""The checkpoints that contenders load: what each contains, how it is written, and how a result is checked.
 
-Bytes come from one random block whose length is a prime number of words, each tensor beginning at another place in it.
-So a file is made as fast as it can be written, no two places that a reader could mix up look alike, and what was loaded
-is compared byte by byte with what was written, on the device where it lies.
+Bytes come from one random block whose length is a prime number of words; each tensor starts at another place in it. So
+a file is generated as fast as it can be written, no two places that a reader could mix up have the same content, and a
+result is compared byte by byte with what was written, on its own device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 BLOCK = 1_000_003 * 8
-STEP = 7919 * 8  # from where one tensor begins in the block to where the next does
+STEP = 7919 * 8  # distance in the block between the starts of consecutive tensors
 BATCH = 256 << 20  # bytes compared at once
-FEW = 64  # elements of a tensor so small that a smaller case has fewer of them
+FEW = 64  # a case whose tensors have at most so many elements is scaled by their number
 ROW = 2048
-NAMES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}  # of a dtype in safetensors, and its size
+NAMES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}  # name of a dtype in safetensors, and its size
 
 
 class Spec(NamedTuple):
@@ -32,13 +32,13 @@ class Spec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size of its elements."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * NAMES[self.dtype][1]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Tensors of one size, or a training checkpoint: as many layers, each a square weight of that size and a bias."""
+    """Tensors of one size, or a training checkpoint: that many layers, each a square weight of that size and a bias."""
 
     name: str
     tensors: int
@@ -47,7 +47,7 @@ class Case:
     training: bool = False
 
     def scaled(self, scale: float) -> Case:
-        """The same kind of checkpoint in another size."""
+        """The same kind of checkpoint with another size."""
         if self.elements <= FEW:
             return replace(self, tensors=max(1, round(self.tensors * scale)))
         return replace(self, elements=max(FEW, round(self.elements * scale)))
@@ -55,25 +55,25 @@ class Case:
     def __str__(self) -> str:
         specs = layout(self)
         size = sum(spec.nbytes for spec in specs)
-        told = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+        amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
         kind = "a training checkpoint, " if self.training else ""
-        return f"{self.name}: {kind}{told} in {len(specs):,} tensor{'s' if len(specs) > 1 else ''}"
+        return f"{self.name}: {kind}{amount} in {len(specs):,} tensor{'s' if len(specs) > 1 else ''}"
 
 
 def layout(case: Case) -> list[Spec]:
-    """Every tensor of a case, by the path it has in the checkpoint."""
+    """Every tensor of a case, named by its path in the checkpoint."""
     if not case.training:
         return [Spec(f"layers.{i}.weight", _shape(case.elements), case.dtype) for i in range(case.tensors)]
     return list(_training(case))
 
 
 def _shape(elements: int) -> tuple[int, ...]:
-    """Rows, as a weight has them, where there is enough for some."""
+    """Two dimensions, like a weight, if there are enough elements."""
     return (elements // ROW, ROW) if elements >= 8 * ROW else (elements,)
 
 
 def _training(case: Case) -> Iterator[Spec]:
-    """A model and what Adam keeps of each of its parameters."""
+    """A model and the state of Adam for each of its parameters."""
     width = math.isqrt(case.elements)
     shapes = [(f"layers.{i}.{kind}", (width, width)[: 2 - n]) for i in range(case.tensors) for n, kind in _KINDS]
     for name, shape in shapes:
@@ -88,12 +88,12 @@ _KINDS = ((0, "weight"), (1, "bias"))
 
 
 def size(case: Case) -> int:
-    """Bytes of all tensors together."""
+    """Total bytes of all tensors."""
     return sum(spec.nbytes for spec in layout(case))
 
 
 def write(case: Case, folder: Path, suffixes: list[str]) -> None:
-    """The files of a case: written, and on the disk, so that nothing is left to be done while others are measured."""
+    """Write the files of a case and flush them to the disk, so that no writes are pending during measurements."""
     import torch
 
     pool = block("cpu")
@@ -110,8 +110,8 @@ def write(case: Case, folder: Path, suffixes: list[str]) -> None:
 def _write_safetensors(case: Case, pool: Any, file: BinaryIO) -> None:
     header, at = {}, 0
     for spec in layout(case):
-        place = [at, at := at + spec.nbytes]
-        header[spec.name] = {"dtype": NAMES[spec.dtype][0], "shape": spec.shape, "data_offsets": place}
+        span = [at, at := at + spec.nbytes]
+        header[spec.name] = {"dtype": NAMES[spec.dtype][0], "shape": spec.shape, "data_offsets": span}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
@@ -120,26 +120,26 @@ def _write_safetensors(case: Case, pool: Any, file: BinaryIO) -> None:
 
 
 def _tree(case: Case, pool: Any) -> dict[str, Any]:
-    """The checkpoint as ``torch.save`` takes it."""
+    """The checkpoint to pass to ``torch.save``."""
     import torch
 
-    made = {
+    tensors = {
         spec.name: torch.cat([*_content(pool, index, 0, spec.nbytes)])
         .view(getattr(torch, spec.dtype))
         .reshape(spec.shape)
         for index, spec in enumerate(layout(case))
     }
     if not case.training:
-        return made
-    model = {name.removeprefix("model."): made[name] for name in made if name.startswith("model.")}
+        return tensors
+    model = {name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")}
     parts = ("step", "exp_avg", "exp_avg_sq")
-    state = {i: {part: made[f"optimizer.state.{i}.{part}"] for part in parts} for i in range(len(model))}
+    state = {i: {part: tensors[f"optimizer.state.{i}.{part}"] for part in parts} for i in range(len(model))}
     groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "params": list(state)}]
     return {"model": model, "optimizer": {"state": state, "param_groups": groups}, "epoch": 3}
 
 
 def block(device: str) -> Any:
-    """The random bytes that all content is taken from."""
+    """The random bytes from which all content is taken."""
     import torch
 
     generator = torch.Generator().manual_seed(5)
@@ -156,33 +156,33 @@ def _content(pool: Any, index: int, start: int, stop: int) -> Iterator[Any]:
 
 
 def check(case: Case, loaded: Any, device: str) -> None:
-    """AssertionError unless a result holds the tensors of a case, each byte of them, on a device."""
+    """Raise AssertionError unless a result has the tensors of a case, byte for byte, on the device."""
     import torch
 
-    found, specs = dict(_flat(loaded, "")), layout(case)
-    assert found.keys() == {spec.name for spec in specs}, "other names than were written"
-    pool, waiting = block(device), 0
-    got: list[Any] = []
-    wanted: list[Any] = []
+    tensors, specs = dict(_flat(loaded, "")), layout(case)
+    assert tensors.keys() == {spec.name for spec in specs}, "the names differ from those written"
+    pool, pending = block(device), 0
+    loaded_parts: list[Any] = []
+    expected_parts: list[Any] = []
     for index, spec in enumerate(specs):
-        tensor = found[spec.name]
-        there = (tuple(tensor.shape), str(tensor.dtype), tensor.device.type)
-        assert there == (spec.shape, f"torch.{spec.dtype}", device), f"{spec.name} is {there}"
+        tensor = tensors[spec.name]
+        actual = (tuple(tensor.shape), str(tensor.dtype), tensor.device.type)
+        assert actual == (spec.shape, f"torch.{spec.dtype}", device), f"{spec.name} is {actual}"
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, spec.nbytes, BATCH):
             stop = min(start + BATCH, spec.nbytes)
-            got.append(raw[start:stop])
-            wanted.extend(_content(pool, index, start, stop))
-            waiting += stop - start
-            if waiting >= BATCH or (stop == spec.nbytes and index == len(specs) - 1):
-                assert torch.equal(torch.cat(got), torch.cat(wanted)), (
-                    f"other bytes than were written, near {spec.name}"
+            loaded_parts.append(raw[start:stop])
+            expected_parts.extend(_content(pool, index, start, stop))
+            pending += stop - start
+            if pending >= BATCH or (stop == spec.nbytes and index == len(specs) - 1):
+                assert torch.equal(torch.cat(loaded_parts), torch.cat(expected_parts)), (
+                    f"the bytes differ from those written, near {spec.name}"
                 )
-                got, wanted, waiting = [], [], 0
+                loaded_parts, expected_parts, pending = [], [], 0
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Every tensor in nested dictionaries, by its path."""
+    """Every tensor in nested dictionaries, with its path."""
     import torch
 
     if isinstance(value, torch.Tensor):

@@ -1,8 +1,8 @@
-"""The loaders that are measured, each as its own documents say it is fastest.
+"""The loaders that are measured, each used as its documentation says is fastest.
 
-A contender is a function from a job to the call that is timed. What it imports, and the model that ``load_into`` and
-``load_state_dict`` need, is made before. All give tensors that own their memory or share it among themselves, valid
-after the call; what merely maps a file says so in its name.
+A contender is a function that takes a job and returns the call to time. Imports, and the model that ``load_into`` and
+``load_state_dict`` need, come before that call. All return tensors that own their memory or share it among themselves,
+valid after the call; a contender that only maps the file has that in its name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PT, SAFETENSORS = ".pt", ".safetensors"
 
 @dataclass(frozen=True)
 class Job:
-    """One run of one contender, in a process of its own."""
+    """One run of one contender, in its own process."""
 
     contender: str
     case: Case
@@ -46,14 +46,14 @@ class Contender:
     devices: tuple[str, ...] = BOTH
     base: str = TORCH
     cases: tuple[str, ...] = ()
-    """The only ones it is for; none for every case."""
+    """The only cases it is for; empty for every case."""
     where: tuple[str, ...] = ()
-    """The only places it is for; none for every place."""
+    """The only places it is for; empty for every place."""
     lazy: bool = False
     """Whether it leaves the bytes in the file until they are used."""
 
     def takes(self, case: Case, where: str, device: str) -> bool:
-        """Whether it is for this case, place and device; safetensors cannot hold what is nested."""
+        """Whether it is for this case, place and device; safetensors cannot store nested containers."""
         fits = (not self.cases or case.name in self.cases) and (not self.where or where in self.where)
         return fits and device in self.devices and not (case.training and self.suffix == SAFETENSORS)
 
@@ -79,7 +79,7 @@ def _torch(finish: Callable[[Any], Any] = lambda loaded: loaded, **options: Any)
 def _torch_then_to(job: Job) -> Callable[[], Any]:
     import torch
 
-    return lambda: _each(torch.load(job.path, map_location="cpu", weights_only=True), lambda t: t.to(job.device))
+    return lambda: _map_tensors(torch.load(job.path, map_location="cpu", weights_only=True), lambda t: t.to(job.device))
 
 
 def _safetensors(finish: Callable[[Any], Any] = lambda loaded: loaded, **options: Any) -> Start:
@@ -91,28 +91,28 @@ def _safetensors(finish: Callable[[Any], Any] = lambda loaded: loaded, **options
     return start
 
 
-def _each(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure with every tensor changed."""
+def _map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure, with ``change`` applied to every tensor."""
     import torch
 
     if isinstance(value, torch.Tensor):
         return change(value)
-    return {key: _each(item, change) for key, item in value.items()} if isinstance(value, dict) else value
+    return {key: _map_tensors(item, change) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _cloned(loaded: Any) -> Any:
-    return _each(loaded, lambda tensor: tensor.clone())
+    return _map_tensors(loaded, lambda tensor: tensor.clone())
 
 
 def _touched(loaded: Any) -> Any:
-    """The same, after one byte of every page was read."""
+    """The same tensors, after one byte of every page was read."""
     import torch
 
-    return _each(loaded, lambda tensor: (tensor.reshape(-1).view(torch.uint8)[::4096].sum(), tensor)[1])
+    return _map_tensors(loaded, lambda tensor: (tensor.reshape(-1).view(torch.uint8)[::4096].sum(), tensor)[1])
 
 
 def _model(job: Job) -> Any:
-    """A model whose parameters are those of the file, with memory that was written before."""
+    """A model with the parameters of the file, whose memory has already been written to."""
     import torch
 
     model = torch.nn.Module()
@@ -156,7 +156,7 @@ def _load_state_dict(**options: Any) -> Start:
 
 
 def _fastsafetensors(*, direct: bool) -> Start:
-    """Its copier through pinned slices; the tensors keep the buffer they lie in alive."""
+    """Its copier through pinned slices; the tensors keep their common buffer alive."""
 
     def start(job: Job) -> Callable[[], Any]:
         if not direct:
@@ -164,7 +164,7 @@ def _fastsafetensors(*, direct: bool) -> Start:
         from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
         def call() -> Any:
-            loader = SafeTensorsFileLoader(SingleGroup(), device=_numbered(job.device), nogds=True, max_threads=16)
+            loader = SafeTensorsFileLoader(SingleGroup(), device=_with_index(job.device), nogds=True, max_threads=16)
             loader.add_filenames({0: [job.path]})
             buffers = loader.copy_files_to_device()
             loaded = {name: buffers.get_tensor(name) for name in loader.get_keys()}
@@ -178,7 +178,7 @@ def _fastsafetensors(*, direct: bool) -> Start:
 
 
 def _instanttensor(backend: str = "") -> Start:
-    """Tensors that own their memory, as it gives them unless told otherwise."""
+    """Tensors that own their memory, which is its default."""
 
     def start(job: Job) -> Callable[[], Any]:
         import instanttensor
@@ -187,7 +187,7 @@ def _instanttensor(backend: str = "") -> Start:
 
         def call() -> Any:
             opened = instanttensor.safe_open(
-                job.path, framework="pt", device=_numbered(job.device), backend=policies.get(backend)
+                job.path, framework="pt", device=_with_index(job.device), backend=policies.get(backend)
             )
             with opened as file:
                 return dict(file.tensors())
@@ -209,7 +209,7 @@ def _runai(job: Job) -> Callable[[], Any]:
     return call
 
 
-def _numbered(device: str) -> str:
+def _with_index(device: str) -> str:
     return f"{device}:0" if device == "cuda" else device
 
 

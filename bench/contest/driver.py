@@ -1,4 +1,4 @@
-"""Runs a benchmark: files made, contenders taking turns, each run in a process of its own, until the time is up."""
+"""Runs a benchmark: writes the files, then contenders take turns, each run in its own process, until time is up."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from bench.contest.cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
-HANGS = 300  # seconds after which a run has hung
-LIMITED = "large"  # the case on whose file the limits are measured, where it takes part
-GRACE = 30  # seconds that a run may take beyond the end
+RUN_LIMIT = 300  # seconds after which a run counts as hung
+LIMITS_CASE = "large"  # the case whose file is used to measure the limits, if it takes part
+GRACE = 30  # seconds that a run may continue beyond the end
 
 
 def options(about: str, cases: dict[str, Case], device: str) -> argparse.Namespace:
-    """The command line that both benchmarks have."""
+    """The command line of both benchmarks."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--case", default=",".join(cases), help="cases, with commas between them")
-    add("--where", default="cache", help=f"where the files lie when they are read: {', '.join(PLACES)}")
-    add("--contender", default="", help="only those whose name has one of these, with commas between them, in it")
-    add("--without", action="append", default=[], metavar="NAME", help="leave out the contender of that whole name")
+    add("--case", default=",".join(cases), help="cases, separated by commas")
+    add("--where", default="cache", help=f"where the files are when they are read: {', '.join(PLACES)}")
+    add("--contender", default="", help="only contenders whose names contain one of these, separated by commas")
+    add("--without", action="append", default=[], metavar="NAME", help="leave out the contender with exactly this name")
     add("--repeat", type=int, default=3, help="processes for each contender")
     add("--later", type=int, default=2, help="calls after the first in each process")
     add("--size-scale", type=float, default=1, help="multiplies the sizes")
@@ -47,21 +47,25 @@ def options(about: str, cases: dict[str, Case], device: str) -> argparse.Namespa
         "--seconds",
         type=float,
         default=float("inf"),
-        help="begin no run after so many seconds, and print what there is",
+        help="start no run after this many seconds, and print the results so far",
     )
-    add("--folder", default=tempfile.gettempdir(), help="for the files, on the disk to be measured")
+    add("--folder", default=tempfile.gettempdir(), help="for the files, on the disk to measure")
     add("--tmpfs", default="/dev/shm", help="for the files in memory")  # noqa: S108 - a file system, not a file
     add("--peers", default="", help="a folder with unpacked wheels of other loaders, searched last")
-    add("--device", default=device, help="where to load to; cpu tries the benchmark without a GPU")
-    add("--spawn", action="store_true", help="start every process anew instead of forking one that imported torch")
+    add("--device", default=device, help="where to load to; cpu tests the benchmark without a GPU")
+    add(
+        "--spawn",
+        action="store_true",
+        help="start a new interpreter for every run instead of forking one that has imported torch",
+    )
     add("--no-check", action="store_true", help="do not compare the results with what was written")
     add("--save", type=Path, metavar="FILE", help="also write the JSON object to a file")
     add("--json", action="store_true", help="print one JSON object")
-    told = parser.parse_args()
-    told.folder, told.tmpfs, told.peers = (
-        path and str(Path(path).resolve()) for path in (told.folder, told.tmpfs, told.peers)
+    arguments = parser.parse_args()
+    arguments.folder, arguments.tmpfs, arguments.peers = (
+        path and str(Path(path).resolve()) for path in (arguments.folder, arguments.tmpfs, arguments.peers)
     )
-    return told
+    return arguments
 
 
 @dataclass
@@ -71,13 +75,13 @@ class Workers:
     spawn: bool
     _process: subprocess.Popen[str] | None = field(default=None, init=False)
 
-    def ask(self, task: str, limit: int = HANGS, **what: Any) -> dict[str, Any]:
-        """The answer to a task, or the word why there is none after so many seconds."""
+    def ask(self, task: str, limit: int = RUN_LIMIT, **parameters: Any) -> dict[str, Any]:
+        """The result of a task, or the reason why there is none after this many seconds."""
         if self._process is None or self._process.poll() is not None:
             self._process = self._start()
         process = self._process
         assert process.stdin is not None
-        process.stdin.write(json.dumps({"task": task, "limit": limit, **what}) + "\n")
+        process.stdin.write(json.dumps({"task": task, "limit": limit, **parameters}) + "\n")
         process.stdin.flush()
         answer = self._answer(process)
         if self.spawn:
@@ -112,14 +116,14 @@ class Workers:
 
 
 class OutOfTimeError(Exception):
-    """No run may begin any more."""
+    """No run may start any more."""
 
 
 @dataclass
 class Contest:
     """One run of a benchmark."""
 
-    told: argparse.Namespace
+    arguments: argparse.Namespace
     results: Results
     kind: str
     """The device whose contenders take part, whatever they load to."""
@@ -127,24 +131,29 @@ class Contest:
     end: float
 
     def run(self) -> None:
-        """Every case at every place, until the time is up."""
+        """Run every case at every place, until the time is up."""
         try:
             for case in self.results.cases.values():
                 self._case(case)
         except OutOfTimeError:
-            self.results.notes.append(f"stopped after {self.told.seconds:g} s: some of it has fewer runs, or none")
+            self.results.notes.append(
+                f"stopped after {self.arguments.seconds:g} s: some results have fewer runs, or none"
+            )
         finally:
             self.workers.close()
 
     def _case(self, case: Case) -> None:
-        """A case, its files made once and copied to where else they are read."""
-        with folder(self.told.folder) as disk, folder(self.told.tmpfs if self._on("tmpfs") else "") as memory:
-            made = disk if self._on("cache") or self._on("cold") else memory
-            self._make(case, made)
-            for where in PLACES:  # cold last: the others find their file in the page cache
-                if not self._on(where):
+        """Run a case: write its files once, and copy them to the other places."""
+        with (
+            folder(self.arguments.folder) as disk,
+            folder(self.arguments.tmpfs if self._selected("tmpfs") else "") as memory,
+        ):
+            source = disk if self._selected("cache") or self._selected("cold") else memory
+            self._write_files(case, source)
+            for where in PLACES:  # cold last, so that the others find their file in the page cache
+                if not self._selected(where):
                     continue
-                if where == "tmpfs" and made != memory:
+                if where == "tmpfs" and source != memory:
                     for file in disk.iterdir():
                         shutil.copyfile(file, memory / file.name)
                 self._place(case, where, memory if where == "tmpfs" else disk)
@@ -152,64 +161,68 @@ class Contest:
                     for file in memory.iterdir():
                         file.unlink()
 
-    def _on(self, where: str) -> bool:
-        return where in self.told.where.split(",")
+    def _selected(self, where: str) -> bool:
+        return where in self.arguments.where.split(",")
 
-    def _make(self, case: Case, where: Path) -> None:
-        self._tell(f"{case}: writing")
+    def _write_files(self, case: Case, where: Path) -> None:
+        self._show_progress(f"{case}: writing")
         suffixes = sorted({contender.suffix for place in PLACES for contender in self._contenders(case, place)})
         answer = self._ask("make", case=asdict(case), folder=str(where), suffixes=suffixes)
         if answer:
             raise SystemExit(f"{case.name} could not be written: {answer}")
 
     def _contenders(self, case: Case, where: str) -> list[Contender]:
-        wanted = self.told.contender.split(",")
+        parts = self.arguments.contender.split(",")
         return [
             contender
             for contender in CONTENDERS.values()
             if contender.takes(case, where, self.kind)
-            and contender.name not in self.told.without
-            and any(part in contender.name for part in wanted)
+            and contender.name not in self.arguments.without
+            and any(part in contender.name for part in parts)
         ]
 
     def _place(self, case: Case, where: str, folder: Path) -> None:
-        """The limits, then rounds in which each contender has its turn."""
+        """Measure the limits, then run rounds in which each contender has its turn."""
         place, contenders = Place(case.name, where), self._contenders(case, where)
         rows = self.results.rows[place] = {contender.name: Measured(contender.name) for contender in contenders}
-        if case.name == LIMITED or (LIMITED not in self.results.cases and where not in self._limited()):
+        if case.name == LIMITS_CASE or (
+            LIMITS_CASE not in self.results.cases and where not in self._places_with_limits()
+        ):
             self._limits(place, next(folder.iterdir()))
-        for number in range(self.told.repeat):
+        for number in range(self.arguments.repeat):
             for contender in contenders:
                 if not rows[contender.name].trouble:
-                    self._tell(f"{case.name}, {PLACES[where]}, {number + 1} of {self.told.repeat}: {contender.name}")
-                    rows[contender.name].add(self._turn(contender, case, where, folder))
-        self._doubt(place, rows)
+                    self._show_progress(
+                        f"{case.name}, {PLACES[where]}, {number + 1} of {self.arguments.repeat}: {contender.name}"
+                    )
+                    rows[contender.name].add(self._run_once(contender, case, where, folder))
+        self._note_cached_parts(place, rows)
 
-    def _limited(self) -> set[str]:
+    def _places_with_limits(self) -> set[str]:
         return {place.where for place in self.results.limits}
 
-    def _turn(self, contender: Contender, case: Case, where: str, folder: Path) -> dict[str, Any]:
+    def _run_once(self, contender: Contender, case: Case, where: str, folder: Path) -> dict[str, Any]:
         return self._ask(
             "run",
             contender=contender.name,
             case=asdict(case),
             path=str(folder / f"{case.name}{contender.suffix}"),
-            device=self.told.device,
+            device=self.arguments.device,
             where=where,
-            later=self.told.later,
-            check=not self.told.no_check,
-            peers=self.told.peers,
+            later=self.arguments.later,
+            check=not self.arguments.no_check,
+            peers=self.arguments.peers,
         )
 
     def _limits(self, place: Place, path: Path) -> None:
-        answer = self._ask("limits", path=str(path), device=self.told.device, where=place.where)
+        answer = self._ask("limits", path=str(path), device=self.arguments.device, where=place.where)
         if "limits" in answer:
             self.results.limits[place] = [Limit(*limit) for limit in answer["limits"]]
         else:
             self.results.notes.append(f"{place.case}, {PLACES[place.where]}: no limits: {answer}")
 
-    def _doubt(self, place: Place, rows: dict[str, Measured]) -> None:
-        """Say where a file was not in, or not out of, the page cache as it should have been."""
+    def _note_cached_parts(self, place: Place, rows: dict[str, Measured]) -> None:
+        """Note how much of a file was in the page cache, if that is not as it should be, or before cold runs."""
         parts = [part for row in rows.values() for part in row.cached]
         if place.where == "cold" and max(parts, default=1) > 0.01:
             self.results.notes.append(
@@ -220,53 +233,53 @@ class Contest:
         elif min(parts, default=1) < 0.99:
             self.results.notes.append(f"{place.case}: only {min(parts):.0%} was in the page cache before one run")
 
-    def _ask(self, task: str, **what: Any) -> dict[str, Any]:
+    def _ask(self, task: str, **parameters: Any) -> dict[str, Any]:
         left = self.end - time.monotonic()
         if left < 0:
             raise OutOfTimeError
-        answer = self.workers.ask(task, round(min(HANGS, left + GRACE)), **what)
-        if "failed" in answer and time.monotonic() > self.end:  # it was given no more time: that says nothing of it
+        answer = self.workers.ask(task, round(min(RUN_LIMIT, left + GRACE)), **parameters)
+        if "failed" in answer and time.monotonic() > self.end:  # it was stopped early, which is not its failure
             raise OutOfTimeError
         return answer
 
-    def _tell(self, what: str) -> None:
+    def _show_progress(self, text: str) -> None:
         if sys.stderr.isatty():
-            print(what, file=sys.stderr)
+            print(text, file=sys.stderr)
 
 
 @contextmanager
 def folder(parent: str) -> Iterator[Path]:
-    """An empty folder that goes away again; nowhere in particular for an empty name, where nothing is written."""
+    """A temporary folder in ``parent``, or, if that is empty and nothing will be written, in the default place."""
     with tempfile.TemporaryDirectory(dir=parent or None, prefix="transload-bench-") as name:
         yield Path(name)
 
 
 def main(about: str, cases: dict[str, Case], device: str, judge: Judge) -> int:
-    """A benchmark from its command line to its table."""
-    start, told = time.monotonic(), options(about, cases, device)
-    chosen = {name: cases[name].scaled(told.size_scale) for name in told.case.split(",")}
-    workers = Workers(told.spawn)
-    found = machine(told, workers)
-    results = Results(told.device, chosen)
-    Contest(told, results, device, workers, start + told.seconds).run()
-    if told.size_scale != 1:
-        results.notes.append(f"sizes are multiplied by {told.size_scale:g}; the goals are for whole ones")
+    """Run a benchmark, from its command line to its table."""
+    start, arguments = time.monotonic(), options(about, cases, device)
+    chosen = {name: cases[name].scaled(arguments.size_scale) for name in arguments.case.split(",")}
+    workers = Workers(arguments.spawn)
+    host = machine(arguments, workers)
+    results = Results(arguments.device, chosen)
+    Contest(arguments, results, device, workers, start + arguments.seconds).run()
+    if arguments.size_scale != 1:
+        results.notes.append(f"sizes are multiplied by {arguments.size_scale:g}; the goals are for the full sizes")
     goals = judge(results)
-    if told.save:
-        told.save.write_text(as_json(results, goals, found), encoding="utf-8")
-    print(as_json(results, goals, found)) if told.json else show(results, goals, found)
+    if arguments.save:
+        arguments.save.write_text(as_json(results, goals, host), encoding="utf-8")
+    print(as_json(results, goals, host)) if arguments.json else show(results, goals, host)
     return 0
 
 
-def machine(told: argparse.Namespace, workers: Workers) -> dict[str, Any]:
-    """What it was measured on, with what, and when."""
-    answer = workers.ask("versions", device=told.device, peers=told.peers)
+def machine(arguments: argparse.Namespace, workers: Workers) -> dict[str, Any]:
+    """The machine, the versions and the date of a measurement."""
+    answer = workers.ask("versions", device=arguments.device, peers=arguments.peers)
     return {
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "device": answer.get("device", ""),
         "cores": os.cpu_count(),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
-        "disk": filesystem(told.folder),
+        "disk": filesystem(arguments.folder),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         **answer.get("versions", {}),
@@ -274,7 +287,7 @@ def machine(told: argparse.Namespace, workers: Workers) -> dict[str, Any]:
 
 
 def filesystem(path: str) -> str:
-    """The kind of file system that a folder is on; empty where the system does not tell."""
+    """The type of the file system of a folder; empty if the system does not report it."""
     try:
         mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     except OSError:

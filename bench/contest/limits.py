@@ -1,4 +1,4 @@
-"""What the hardware can do, measured on the same file in the same run: nothing that reads it can be faster."""
+"""The limits of the hardware, measured with the same file in the same run: no loader can be faster."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from bench.contest.cache import drop, warm
 
 SLOT = 16 << 20
-MOST = 4 << 30  # bytes of a file that are read, one by several threads
-ALONE = 1 << 30  # by one thread
+MAX_BYTES = 4 << 30  # bytes of a file that several threads read
+MAX_BYTES_ALONE = 1 << 30  # bytes of a file that one thread reads
 COPIED = 1 << 30
-TIMES = 3
+REPEATS = 3
 
 PINNED_COPY = "copy from pinned memory to the device"
 DIRECT, BUFFERED = "cold disk, O_DIRECT", "cold disk, buffered"
@@ -25,16 +25,16 @@ TO_PINNED, REUSED, FRESH = "file to pinned memory", "file to reused memory", "fi
 
 
 class Limit(NamedTuple):
-    """One thing measured: what, by how many threads, and how fast."""
+    """One measurement: what, with how many threads, and how fast."""
 
     what: str
     threads: int
     speed: float
-    """Bytes a second."""
+    """Bytes per second."""
 
 
 def limits(path: str, device: str, where: str) -> list[Limit]:
-    """Every limit of a place that bears on loading to a device; ``path`` is a file there."""
+    """Every limit of a place that matters for loading to a device; ``path`` is a file there."""
     if where == "cold":
         return _cold(path)
     warm(path)
@@ -56,16 +56,16 @@ def _cores() -> int:
 
 
 def _cold(path: str) -> list[Limit]:
-    """The disk, through the page cache and around it."""
-    count, found = max(4, _cores()), []
+    """The disk, through the page cache and bypassing it."""
+    count, results = max(4, _cores()), []
     for what, flags in ((BUFFERED, 0), (DIRECT, getattr(os, "O_DIRECT", None))):
         try:
             speed = 0.0 if flags is None else _read(path, count, reused(count), flags, before=lambda: drop(path))
-        except OSError:  # the file system does not do it
+        except OSError:  # the file system does not support it
             continue
-        found.append(Limit(what, count, speed))
+        results.append(Limit(what, count, speed))
     drop(path)
-    return found
+    return results
 
 
 def _pinned(count: int) -> list[Any]:
@@ -75,11 +75,11 @@ def _pinned(count: int) -> list[Any]:
 
 
 def _copies() -> list[Limit]:
-    """One large copy to the device, from pinned memory and from ordinary."""
+    """One large copy to the device, from pinned and from ordinary memory."""
     import torch
 
     target = torch.empty(COPIED, dtype=torch.uint8, device="cuda")
-    found = []
+    results = []
     for what, pinned in ((PINNED_COPY, True), ("copy from ordinary memory to the device", False)):
         source = torch.ones(COPIED, dtype=torch.uint8, pin_memory=pinned)
 
@@ -88,12 +88,12 @@ def _copies() -> list[Limit]:
             torch.cuda.synchronize()
 
         copy()
-        found.append(Limit(what, 1, COPIED / _median(copy)))
-    return found
+        results.append(Limit(what, 1, COPIED / _median(copy)))
+    return results
 
 
 def reused(count: int) -> list[memoryview]:
-    """A slot for each thread, page-aligned and written once."""
+    """A slot for each thread, page-aligned and already written to."""
     slots = [memoryview(mmap.mmap(-1, SLOT)) for _ in range(count)]
     for slot in slots:
         slot[:] = bytes(SLOT)
@@ -101,21 +101,21 @@ def reused(count: int) -> list[memoryview]:
 
 
 def _median(work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    taken = []
-    for _ in range(TIMES):
+    times = []
+    for _ in range(REPEATS):
         before()
         start = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def _read(
     path: str, threads: int, slots: list[memoryview] | None, flags: int = 0, before: Callable[[], object] = lambda: None
 ) -> float:
-    """Bytes a second by so many threads, each into its slot, or all into one memory that is new each time."""
+    """Bytes per second of some threads, each reading into its slot, or all into newly allocated memory."""
     fd = os.open(path, os.O_RDONLY | flags)
-    size = min(os.fstat(fd).st_size, ALONE if threads == 1 else MOST)
+    size = min(os.fstat(fd).st_size, MAX_BYTES_ALONE if threads == 1 else MAX_BYTES)
     try:
         return size / _median(lambda: _pass(fd, size, threads, slots), before)
     finally:
@@ -123,11 +123,11 @@ def _read(
 
 
 def _pass(fd: int, size: int, threads: int, slots: list[memoryview] | None) -> None:
-    """Read a file once, a slot's worth at a time, whichever thread is free taking the next."""
+    """Read a file once, in pieces of the size of a slot; a free thread takes the next piece."""
     import torch
 
     fresh = memoryview(torch.empty(size, dtype=torch.uint8).numpy()) if slots is None else None
-    starts, failed = itertools.count(0, SLOT), []
+    starts, errors = itertools.count(0, SLOT), []
 
     def work(number: int) -> None:
         try:
@@ -135,12 +135,12 @@ def _pass(fd: int, size: int, threads: int, slots: list[memoryview] | None) -> N
                 target = slots[number] if slots is not None else fresh[start : start + SLOT]  # type: ignore[index]
                 os.preadv(fd, [target], start)
         except OSError as error:
-            failed.append(error)
+            errors.append(error)
 
     running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
     for thread in running:
         thread.start()
     for thread in running:
         thread.join()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]

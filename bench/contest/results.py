@@ -1,4 +1,4 @@
-"""What was measured: medians, the goals they are held against, and how both are printed."""
+"""The results: medians, the goals that they are compared with, and how both are printed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OURS = "transload"
 
 
 class Place(NamedTuple):
-    """A case and where its file lies."""
+    """A case and the place of its file."""
 
     case: str
     where: str
 
 
 class Goal(NamedTuple):
-    """One ratio and what it should be; None where what it needs was not measured."""
+    """A ratio and its goal; the value is None if something that it needs was not measured."""
 
     what: str
     value: float | None
@@ -35,7 +35,7 @@ class Goal(NamedTuple):
 
     @property
     def met(self) -> bool | None:
-        """Whether it is reached; None where it was not measured."""
+        """Whether it is met; None if it was not measured."""
         return None if self.value is None else self.value >= self.least
 
 
@@ -54,7 +54,7 @@ class Measured:
     """Why there is no result."""
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Take in one run, or the word why there was none."""
+        """Add one run, or the reason why there was none."""
         if "calls" not in answer:
             self.trouble = f"failed: {answer['failed']}" if "failed" in answer else answer["skipped"]
             return
@@ -67,14 +67,14 @@ class Measured:
         self.cached += [part for part in answer["cached"] if part is not None]
 
     def seconds(self, call: str) -> float | None:
-        """Median of the first or of the later calls; None where there was none."""
-        taken = self.first if call == "first" else self.later
-        return statistics.median(taken) if taken and not self.trouble else None
+        """The median of the first or of the later calls; None if there was none."""
+        times = self.first if call == "first" else self.later
+        return statistics.median(times) if times and not self.trouble else None
 
 
 @dataclass
 class Results:
-    """Everything that was measured in one run of a benchmark."""
+    """All measurements of one run of a benchmark."""
 
     device: str
     cases: dict[str, Case]
@@ -83,51 +83,51 @@ class Results:
     notes: list[str] = field(default_factory=list)
 
     def seconds(self, place: Place, contender: str, call: str = "later") -> float | None:
-        """Median of a contender at a place; the first call where no later one was made."""
+        """The median of a contender at a place; that of the first call if there was no later one."""
         row = self.rows.get(place, {}).get(contender)
         return None if row is None else row.seconds(call) or row.seconds("first")
 
     def speed(self, place: Place, contender: str, call: str = "later") -> float | None:
-        """Bytes of tensors a second."""
+        """Bytes of tensors per second."""
         seconds = self.seconds(place, contender, call)
         return seconds and size(self.cases[place.case]) / seconds
 
     def limit(self, place: Place, what: str) -> Limit | None:
-        """The fastest of a limit at a place, whatever the number of threads."""
+        """The highest speed of a limit at a place, over all numbers of threads."""
         return max((limit for limit in self.limits.get(place, []) if limit.what == what), key=_speed, default=None)
 
     def against(self, place: Place, ours: str, theirs: str, least: float, call: str = "later") -> Goal:
         """How many times as fast as another contender."""
         mine, other = self.seconds(place, ours, call), self.seconds(place, theirs, call)
-        what = f"{_told(place)}, {call}: {ours} against {theirs}"
+        what = f"{_label(place)}, {call}: {ours} against {theirs}"
         if mine is None or other is None:
             return Goal(what, None, least, "")
         return Goal(what, other / mine, least, f"{mine:.3f} s to {other:.3f} s")
 
     def against_best(self, place: Place, ours: str, least: float) -> Goal:
         """How many times as fast as the best of all others that load the same tensors."""
-        others = [name for name in self.rows.get(place, {}) if self._rival(place, name)]
+        others = [name for name in self.rows.get(place, {}) if self._is_rival(place, name)]
         best = min(others, key=lambda name: self.seconds(place, name) or 0, default="every other")
         return self.against(place, ours, best, least)
 
-    def _rival(self, place: Place, name: str) -> bool:
+    def _is_rival(self, place: Place, name: str) -> bool:
         other = CONTENDERS[name]
         loads = not other.lazy and other.base == CONTENDERS["transload.load"].base
         return not name.startswith(OURS) and loads and self.seconds(place, name) is not None
 
-    def peak_within(self, place: Place, ours: str, room: int) -> Goal:
-        """How many times the largest host peak of a contender goes into what it may take."""
+    def peak_within(self, place: Place, ours: str, budget: int) -> Goal:
+        """How many times the largest host peak of a contender fits into its budget."""
         row = self.rows.get(place, {}).get(ours)
-        what = f"{_told(place)}: {ours}, {room >> 20} MiB over the host's peak"
+        what = f"{_label(place)}: {ours}, {budget >> 20} MiB over the host's peak"
         if row is None or row.trouble or not row.peaks:
             return Goal(what, None, 1, "")
         peak = max(row.peaks)
-        return Goal(what, room / max(1, peak), 1, f"{peak / 2**20:.0f} MiB")
+        return Goal(what, budget / max(1, peak), 1, f"{peak / 2**20:.0f} MiB")
 
     def of_limit(self, place: Place, ours: str, limit: str, least: float) -> Goal:
-        """Which part of a limit a contender reaches."""
+        """The fraction of a limit that a contender reaches."""
         mine, most = self.speed(place, ours), self.limit(place, limit)
-        what = f"{_told(place)}, later: {ours}, part of: {limit}"
+        what = f"{_label(place)}, later: {ours}, part of: {limit}"
         if mine is None or most is None:
             return Goal(what, None, least, "")
         return Goal(what, mine / most.speed, least, f"{mine / 1e9:.1f} of {most.speed / 1e9:.1f} GB/s")
@@ -137,7 +137,7 @@ def _speed(limit: Limit) -> float:
     return limit.speed
 
 
-def _told(place: Place) -> str:
+def _label(place: Place) -> str:
     return f"{place.case}, {PLACES[place.where]}"
 
 
@@ -148,7 +148,7 @@ def show(results: Results, goals: list[Goal], machine: dict[str, Any]) -> None:
     """Print the tables and the goals."""
     print(", ".join(f"{key} {value}" for key, value in machine.items() if value))
     for place, rows in results.rows.items():
-        _table(results, place, rows)
+        _print_table(results, place, rows)
     for goal in goals:
         sign = {True: "✓", False: "✗", None: "·"}[goal.met]
         value = "not measured" if goal.value is None else f"{goal.value:7.2f}"
@@ -157,7 +157,7 @@ def show(results: Results, goals: list[Goal], machine: dict[str, Any]) -> None:
         print(note)
 
 
-def _table(results: Results, place: Place, rows: dict[str, Measured]) -> None:
+def _print_table(results: Results, place: Place, rows: dict[str, Measured]) -> None:
     print(f"\n{results.cases[place.case]}; {PLACES[place.where]}")
     for limit in results.limits.get(place, []):
         threads = f"{limit.threads} thread{'s' if limit.threads > 1 else ''}"
@@ -184,14 +184,14 @@ def _cell(results: Results, place: Place, name: str, call: str) -> str:
 
 
 def as_json(results: Results, goals: list[Goal], machine: dict[str, Any]) -> str:
-    """All that was measured as one JSON object."""
+    """All measurements as one JSON object."""
     out = {
         "schema": 1,
         "machine": machine,
         "device": results.device,
         "cases": {name: {**vars(case), "bytes": size(case)} for name, case in results.cases.items()},
         "limits": [
-            {**place._asdict(), **limit._asdict()} for place, found in results.limits.items() for limit in found
+            {**place._asdict(), **limit._asdict()} for place, limits in results.limits.items() for limit in limits
         ],
         "rows": [
             {

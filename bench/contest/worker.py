@@ -1,11 +1,10 @@
-"""One task in a process of its own: a contender's run, the limits of a place, or the files of a case.
+"""Runs each task in its own process: a run of a contender, the limits of a place, or the files of a case.
 
     python -m bench.contest.worker
 
-Each line of the input is one task as JSON, with the seconds it may take; for each, one line with its result is printed
-after ``RESULT``. A task runs
-in a child of this process, made after torch was imported and before anything was done with it: what a program has when
-it begins to load, at none of the seconds that importing takes.
+Each line of the input is one task as JSON, with its time limit in seconds; for each, one line with its result is
+printed after ``RESULT``. A task runs in a fork of this process, which has imported torch but not used it: the state of
+a program that starts to load, without the seconds that the import takes.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MARK = "RESULT "
 
 
 def main() -> int:
-    """Every task of the input, one after the other."""
-    import torch  # noqa: F401 - the children have it then
+    """Run every task of the input, one after the other."""
+    import torch  # noqa: F401 - for the forks
 
     for line in sys.stdin:
         pid = os.fork()
@@ -41,50 +40,50 @@ def main() -> int:
             _child(json.loads(line))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status:
-            _answer({"failed": f"its process ended with {status}"})
+            _print_result({"failed": f"its process ended with {status}"})
     return 0
 
 
 def _child(task: dict[str, Any]) -> None:
-    """A task and its answer; never returns."""
+    """Run a task and print its result; never returns."""
     signal.alarm(task.pop("limit"))  # ends the process if it hangs
     try:
-        _answer(TASKS[task.pop("task")](task))
+        _print_result(TASKS[task.pop("task")](task))
     except ImportError as error:
-        _answer({"skipped": f"not installed ({error})"})
-    except BaseException as error:  # noqa: BLE001 - whatever a contender does, the others still run
+        _print_result({"skipped": f"not installed ({error})"})
+    except BaseException as error:  # noqa: BLE001 - the other contenders must still run
         traceback.print_exc()
-        _answer({"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]})
+        _print_result({"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]})
     sys.stderr.flush()
-    os._exit(0)  # some contenders take long to leave, and nothing of that is measured
+    os._exit(0)  # some contenders are slow to exit, which is not measured
 
 
-def _answer(result: dict[str, Any]) -> None:
+def _print_result(result: dict[str, Any]) -> None:
     print(f"\n{MARK}{json.dumps(result)}", flush=True)
 
 
 def _run(task: dict[str, Any]) -> dict[str, Any]:
-    """First and later calls of one contender; the result checked after the first and after the last."""
+    """The first and later calls of one contender; the result is checked after the first and after the last."""
     job = Job(**{**task, "case": Case(**task["case"])})
     if job.peers:
         sys.path.append(job.peers)
     start = CONTENDERS[job.contender].start
-    _wake(job.device)
-    there, calls = [], []
+    _initialise(job.device)
+    cached_parts, calls = [], []
     for number in range(1 + job.later):
         call = start(job)
-        there.append(_place(job))
-        base = _forget_peak()
+        cached_parts.append(_prepare_cache(job))
+        base = _reset_peak()
         loaded, seconds, cpu = _timed(call, job.device)
         calls.append({"seconds": seconds, "cpu": cpu, "peak": max(0, _peak() - base)})
         if job.check and number in (0, job.later):
             check(job.case, loaded, job.device)
         del loaded, call
-    return {"calls": calls, "cached": there}
+    return {"calls": calls, "cached": cached_parts}
 
 
-def _wake(device: str) -> None:
-    """CUDA initialised, with one kernel and one copy behind it."""
+def _initialise(device: str) -> None:
+    """Initialise CUDA, and run one kernel and one copy."""
     import torch
 
     if device == "cuda":
@@ -92,8 +91,8 @@ def _wake(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _place(job: Job) -> float | None:
-    """The file put where it is to be read from; the part of it in the page cache then."""
+def _prepare_cache(job: Job) -> float | None:
+    """Fill or drop the page cache for the file; return the fraction of it that is cached then."""
     if job.where == "cold":
         drop(job.path)
     elif job.where == "cache":
@@ -102,12 +101,12 @@ def _place(job: Job) -> float | None:
 
 
 def _timed(call: Callable[[], Any], device: str) -> tuple[Any, float, float]:
-    """What a call gives, its seconds and the processor's, until the device is done, too."""
+    """The result of a call, its wall time and its CPU time, until the device has finished, too."""
     import torch
 
     gc.collect()
     with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)  # or a later call might find memory that an earlier one has touched
+        ctypes.CDLL(None).malloc_trim(0)  # or a later call might reuse memory that an earlier one has touched
     cpu, start = time.process_time(), time.perf_counter()
     loaded = call()
     if device == "cuda":
@@ -115,15 +114,15 @@ def _timed(call: Callable[[], Any], device: str) -> tuple[Any, float, float]:
     return loaded, time.perf_counter() - start, time.process_time() - cpu
 
 
-def _forget_peak() -> int:
-    """The resident size now, from which the next peak is counted where the system can do that."""
+def _reset_peak() -> int:
+    """The resident size now; the next peak is counted from here if the system supports that."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return _peak()
 
 
 def _peak() -> int:
-    """Largest resident size in bytes since it was last forgotten."""
+    """The largest resident size in bytes since the last reset."""
     try:
         text = Path("/proc/self/status").read_text(encoding="ascii")
         return next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("VmHWM"))
@@ -135,7 +134,7 @@ def _peak() -> int:
 def _limits(task: dict[str, Any]) -> dict[str, Any]:
     from bench.contest.limits import limits
 
-    _wake(task["device"])
+    _initialise(task["device"])
     return {"limits": limits(**task)}
 
 
@@ -145,21 +144,21 @@ def _make(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _versions(task: dict[str, Any]) -> dict[str, Any]:
-    """What is installed, and the device."""
+    """The installed versions, and the name of the device."""
     import importlib.metadata
 
     import torch
 
     if task["peers"]:
         sys.path.append(task["peers"])
-    found = {"torch": torch.__version__}
+    versions = {"torch": torch.__version__}
     for name in ("safetensors", "fastsafetensors", "instanttensor", "runai_model_streamer"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
     from transload import __version__
 
     device = torch.cuda.get_device_name() if task["device"] == "cuda" else ""
-    return {"versions": {"transload": __version__, **found}, "device": device}
+    return {"versions": {"transload": __version__, **versions}, "device": device}
 
 
 TASKS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

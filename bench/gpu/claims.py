@@ -35,7 +35,7 @@ DATA = Path(ROOT, "tests", "data")
 WORKS = (
     "import torch; x = torch.rand(64, 64, device='cuda'); print(torch.cuda.is_available(), float((x @ x).sum()) > 0)"
 )
-ASKS = """
+QUERIES = """
 import torch, warnings
 warnings.simplefilter("ignore")
 print(torch.cuda.is_available(), torch.cuda.device_count())
@@ -48,13 +48,13 @@ CLAIMS: list[Callable[[], None]] = []
 
 
 def claim(check: Callable[[], None]) -> Callable[[], None]:
-    """Put one on the list."""
+    """Add a claim to the list."""
     CLAIMS.append(check)
     return check
 
 
 def main() -> int:
-    """Try all of them."""
+    """Test all claims; return 1 if one differs from the page."""
     name, driver = torch.cuda.get_device_name(0), driver_version()
     day = datetime.now(timezone.utc).date()
     print(f"{day}, {name}, driver of CUDA {driver}, torch {torch.__version__}, Python {platform.python_version()}")
@@ -64,30 +64,30 @@ def main() -> int:
 
 
 def holds(check: Callable[[], None]) -> bool:
-    """Try one."""
+    """Test one claim."""
     try:
         check()
     except AssertionError as error:
-        say(check, f"NOT AS SAID {error}")
+        say(check, f"DIFFERS FROM THE PAGE: {error}")
         return False
     return True
 
 
 def say(check: Callable[[], None], text: str) -> None:
-    """What was seen."""
+    """Print an observation."""
     print(f"{check.__name__}: {text}", flush=True)
 
 
 def child(code: str, *before: str, **variables: str | None) -> str:
-    """What a fresh interpreter prints, with variables set, or taken away."""
+    """What a new interpreter prints, with environment variables set, or removed (None)."""
     environ = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
     command = [*before, sys.executable, "-c", code]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or done.stderr.strip()[-300:]
+    process = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    return process.stdout.strip() or process.stderr.strip()[-300:]
 
 
 def driver_version() -> str:
-    """The newest CUDA that the driver supports, by its own word."""
+    """The newest CUDA that the driver supports, according to the driver."""
     number = ctypes.c_int()
     ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
     return f"{number.value // 1000}.{number.value % 1000 // 10}"
@@ -100,21 +100,21 @@ def linear() -> torch.nn.Linear:
 
 @claim
 def embeds_the_cuda_version() -> None:
-    """A file saved here from the GPU names neither torch nor CUDA; files of torch 1.0 to 2.13 load onto this GPU."""
-    held = io.BytesIO()
-    torch.save(linear().state_dict(), held)
+    """A file saved from this GPU names neither torch nor CUDA; files of torch 1.0 to 2.13 load onto this GPU."""
+    buffer = io.BytesIO()
+    torch.save(linear().state_dict(), buffer)
     for word in (str(torch.__version__), str(torch.version.cuda), "cu130", torch.cuda.get_device_name(0), "sm_"):
-        assert word.encode() not in held.getvalue(), word
+        assert word.encode() not in buffer.getvalue(), word
     files = sorted(DATA.glob("torch-releases/*/state_dict_cuda0.pt"))
     loaded = [torch.load(path) for path in files]
-    assert {tensor.device.type for each in loaded for tensor in each.values()} == {"cuda"}
+    assert {tensor.device.type for state in loaded for tensor in state.values()} == {"cuda"}
     releases = ", ".join(path.parent.name.split("-")[1] for path in files)
     say(embeds_the_cuda_version, f"no version in a file saved here; files of torch {releases} load onto the GPU")
 
 
 @claim
 def cpu_tensors_in_between() -> None:
-    """Tensors of both kinds in one file come back where they were; models take both from either."""
+    """CPU and GPU tensors of one file return to their devices; load_state_dict copies in both directions."""
     mixed = torch.load(DATA / "h200" / "mixed_cpu_cuda.pt")
     kinds = {tensor.device.type for tensor in tensors_of(mixed)}
     assert kinds == {"cpu", "cuda"}, kinds
@@ -131,17 +131,17 @@ def cpu_tensors_in_between() -> None:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors in a nest of containers."""
+    """All tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [tensor for each in value for tensor in tensors_of(each)] if isinstance(value, (list, tuple)) else []
+    return [tensor for item in value for tensor in tensors_of(item)] if isinstance(value, (list, tuple)) else []
 
 
 @claim
 def model_cpu_state_dict() -> None:
-    """It moves the model away from its optimizer; copies by name double what is tied. Saving it as it is does not."""
+    """model.cpu() breaks the optimizer, and copies of tensors double tied weights, unlike the state dict as it is."""
     model = linear()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.rand(4, 100, device="cuda")).sum().backward()
@@ -149,38 +149,38 @@ def model_cpu_state_dict() -> None:
     model.cpu().state_dict()
     try:
         optimizer.step()
-        raise AssertionError("the optimizer went on")
+        raise AssertionError("the optimizer still works")
     except RuntimeError as error:
-        said = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
     tied = torch.nn.Sequential(linear(), linear())
     tied[1].weight = tied[0].weight
     sizes = []
-    for value in ({name: each.cpu() for name, each in tied.state_dict().items()}, tied.state_dict()):
-        held = io.BytesIO()
-        transload.save(value, held)
-        sizes.append(len(held.getvalue()))
+    for value in ({name: tensor.cpu() for name, tensor in tied.state_dict().items()}, tied.state_dict()):
+        buffer = io.BytesIO()
+        transload.save(value, buffer)
+        sizes.append(len(buffer.getvalue()))
     assert sizes[0] > 1.9 * sizes[1], sizes
-    say(model_cpu_state_dict, f"the next step: {said}")
-    say(model_cpu_state_dict, f"tied weights: {sizes[0]} bytes as copies by name, {sizes[1]} as they are")
+    say(model_cpu_state_dict, f"the next step: {message}")
+    say(model_cpu_state_dict, f"tied weights: {sizes[0]} bytes with copied tensors, {sizes[1]} without copies")
 
 
 @claim
 def the_same_device_as_at_save() -> None:
-    """A file of cuda:1 loads onto cuda:0, or the CPU, when it is told to."""
+    """A file of cuda:1 loads onto cuda:0, or the CPU, with map_location."""
     path = DATA / "h200" / "state_dict_cuda1.pt"
-    for place in ("cuda:0", "cpu"):
-        assert {str(tensor.device) for tensor in torch.load(path, map_location=place).values()} == {place}
+    for device in ("cuda:0", "cpu"):
+        assert {str(tensor.device) for tensor in torch.load(path, map_location=device).values()} == {device}
     if torch.cuda.device_count() == 1:
         try:
             torch.load(path)
-            raise AssertionError("it loaded without being told")
+            raise AssertionError("it loaded without map_location")
         except RuntimeError as error:
-            say(the_same_device_as_at_save, f"told: loads; not told: {error}")
+            say(the_same_device_as_at_save, f"with map_location it loads; without: {error}")
 
 
 @claim
 def to_after_map_location() -> None:
-    """What was mapped is there already: .to(device) gives the very same tensor."""
+    """After map_location, .to(device) returns the same tensor."""
     loaded = torch.load(DATA / "h200" / "state_dict_cuda1.pt", map_location="cuda")
     assert all(tensor.to("cuda") is tensor for tensor in loaded.values())
     model = torch.load(DATA / "h200" / "whole_module_cuda0.pt", map_location="cuda", weights_only=False)
@@ -191,7 +191,7 @@ def to_after_map_location() -> None:
 
 @claim
 def the_toolkit_must_match() -> None:
-    """torch computes without nvcc, and with a toolkit that says it is CUDA 10.2: no library of it is loaded."""
+    """torch computes without nvcc, and with a toolkit that reports CUDA 10.2: none of its libraries is loaded."""
     with tempfile.TemporaryDirectory() as folder:
         nvcc = Path(folder, "bin", "nvcc")
         nvcc.parent.mkdir()
@@ -208,38 +208,38 @@ def the_toolkit_must_match() -> None:
     homes = sorted({re.sub(r".*/site-packages/", "site-packages/", str(Path(name).parent)) for name in loaded})
     say(
         the_toolkit_must_match,
-        f"nvcc here: {shutil.which('nvcc') or 'none'}; torch's own libraries: {', '.join(homes)}",
+        f"nvcc: {shutil.which('nvcc') or 'none'}; torch's own libraries: {', '.join(homes)}",
     )
 
 
 @claim
 def ld_library_path() -> None:
-    """torch finds its libraries and the driver with the variable unset, and with one that leads nowhere."""
+    """torch finds its libraries and the driver if the variable is unset, or names a folder that does not exist."""
     for value in (None, "/nonexistent", "/usr/local/cuda/lib64"):
         assert child(WORKS, LD_LIBRARY_PATH=value) == "True True", value
-    say(ld_library_path, "unset, leading nowhere, or to /usr/local/cuda/lib64: torch computes")
+    say(ld_library_path, "unset, a missing folder, or /usr/local/cuda/lib64: torch computes")
 
 
 @claim
 def nvidia_smi_cuda_version() -> None:
-    """What nvidia-smi prints is the word of the driver."""
+    """nvidia-smi prints the CUDA version that the driver reports."""
     if not shutil.which("nvidia-smi"):
-        say(nvidia_smi_cuda_version, "nvidia-smi is not here")
+        say(nvidia_smi_cuda_version, "nvidia-smi is not installed")
         return
     command = ["nvidia-smi"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    shown = re.search(r"CUDA Version:\s*([\d.]+)", printed)
-    assert shown, printed
-    assert shown[1] == driver_version(), (shown[1], driver_version())
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"CUDA Version:\s*([\d.]+)", output)
+    assert match, output
+    assert match[1] == driver_version(), (match[1], driver_version())
     say(
         nvidia_smi_cuda_version,
-        f"it says {shown[1]}, cuDriverGetVersion {driver_version()}, nvcc {shutil.which('nvcc') or 'is not here'}",
+        f"it says {match[1]}, cuDriverGetVersion {driver_version()}, nvcc {shutil.which('nvcc') or 'is not installed'}",
     )
 
 
 @claim
 def device_count_and_unknown_error() -> None:
-    """With the node of unified memory out of reach, devices are counted and none is usable: "unknown error"."""
+    """Without the device node of unified memory, devices are counted but none is usable: "unknown error"."""
     hide = (
         "unshare",
         "--mount",
@@ -250,21 +250,21 @@ def device_count_and_unknown_error() -> None:
         'mount --bind /dev/null /dev/nvidia-uvm; exec "$@"',
         "-",
     )
-    available, said = child(ASKS, *hide).split("\n", 1)
+    available, message = child(QUERIES, *hide).split("\n", 1)
     assert available == f"False {torch.cuda.device_count()}", available
-    assert said.startswith("CUDA unknown error"), said
+    assert message.startswith("CUDA unknown error"), message
     assert child(WORKS) == "True True"
-    say(device_count_and_unknown_error, f"is_available() and device_count(): {available}; {said}")
+    say(device_count_and_unknown_error, f"is_available() and device_count(): {available}; {message}")
     say(device_count_and_unknown_error, "with /dev/nvidia-uvm back it works: nothing was installed")
 
 
 @claim
 def safetensors_carry_no_device() -> None:
-    """Saved from the GPU, the file holds no word of it, and loads on the CPU."""
+    """A file saved from the GPU does not mention it, and loads on the CPU."""
     try:
         from safetensors.torch import load_file, save_file
     except ImportError:
-        say(safetensors_carry_no_device, "safetensors is not here")
+        say(safetensors_carry_no_device, "safetensors is not installed")
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.safetensors")

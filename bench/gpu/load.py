@@ -6,7 +6,7 @@ Like bench/load.py, with CUDA initialised before the first call and synchronised
 bypass the page cache by default are also measured with it. Freed device memory stays with torch's allocator between the
 calls of a process. Pinned memory may not count as resident: the host's peak then excludes it. ``--peers`` is a folder
 with unpacked wheels of fastsafetensors, InstantTensor and the run:ai streamer (which needs humanize). Needs a CUDA
-build of torch and a GPU; ``--device cpu`` tries out the benchmark itself without one.
+build of torch and a GPU; ``--device cpu`` tests the benchmark itself without one.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from bench.contest.driver import main
 from bench.contest.limits import BUFFERED, DIRECT, PINNED_COPY, TO_PINNED
 from bench.contest.results import Goal, Place, Results
 
-MINE = "transload.load"
-ROOM = (96 + 64) << 20  # host memory for a load: the ring of pinned memory, and 64 MiB besides
+OURS = "transload.load"
+MEMORY_BUDGET = (96 + 64) << 20  # host memory for a load: the ring of pinned memory, and 64 MiB more
 CASES = {
     case.name: case
     for case in (
@@ -38,27 +38,27 @@ CASES = {
 
 
 def goals(results: Results) -> list[Goal]:
-    """What loading to a GPU is held to."""
+    """The goals of loading to a GPU."""
     cache, tmpfs, cold = (Place("large", where) for where in ("cache", "tmpfs", "cold"))
     tiny = Place("tiny", "cache")
     return [
-        results.against(cache, MINE, TORCH, 7),
-        results.against(cache, MINE, TORCH, 4, "first"),
-        results.against_best(cache, MINE, 4),
-        results.of_limit(cache, MINE, TO_PINNED, 0.9),
-        results.peak_within(cache, MINE, ROOM),
-        results.against(tmpfs, MINE, "InstantTensor", 1),
-        results.against(tmpfs, f"{MINE}, .safetensors", "InstantTensor", 1),
-        results.of_limit(tmpfs, MINE, PINNED_COPY, 0.8),
-        results.against(tiny, MINE, TORCH, 5),
-        results.against(tiny, MINE, "safetensors", 1),
-        results.against(tiny, f"{MINE}, .safetensors", "safetensors", 1),
-        results.against(cold, MINE, TORCH, 1.5 if direct_is_faster(results, cold) else 1),
+        results.against(cache, OURS, TORCH, 7),
+        results.against(cache, OURS, TORCH, 4, "first"),
+        results.against_best(cache, OURS, 4),
+        results.of_limit(cache, OURS, TO_PINNED, 0.9),
+        results.peak_within(cache, OURS, MEMORY_BUDGET),
+        results.against(tmpfs, OURS, "InstantTensor", 1),
+        results.against(tmpfs, f"{OURS}, .safetensors", "InstantTensor", 1),
+        results.of_limit(tmpfs, OURS, PINNED_COPY, 0.8),
+        results.against(tiny, OURS, TORCH, 5),
+        results.against(tiny, OURS, "safetensors", 1),
+        results.against(tiny, f"{OURS}, .safetensors", "safetensors", 1),
+        results.against(cold, OURS, TORCH, 1.5 if direct_is_faster(results, cold) else 1),
     ]
 
 
 def direct_is_faster(results: Results, cold: Place) -> bool:
-    """Whether this disk gives more around the page cache than through it, by enough to gain from."""
+    """Whether this disk is at least 1.5 times as fast without the page cache."""
     direct, buffered = results.limit(cold, DIRECT), results.limit(cold, BUFFERED)
     return direct is not None and buffered is not None and direct.speed >= 1.5 * buffered.speed
 

@@ -1,4 +1,4 @@
-"""Measure how fast a checkpoint is saved from a GPU: bench/save.py with tensors on the device, and what the parts take.
+"""Measure how fast a checkpoint is saved from a GPU: bench/save.py with tensors on the device, and the limits.
 
     python bench/gpu/save.py [--megabytes N] [--small N] [--repeat N] [--folder DIR]
 
@@ -25,7 +25,7 @@ import torch
 
 
 def main() -> int:
-    """Measure, print."""
+    """Measure, print; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=4000, help="size of the large case (default 4000)")
     parser.add_argument("--small", type=int, default=20_000, help="tensors of the small case (default 20000)")
@@ -42,29 +42,29 @@ def main() -> int:
 
 
 def limits(path: Path, megabytes: int) -> None:
-    """What the machine can do with the same bytes: from the device, and to the disk."""
+    """Print the speeds of the machine with the same number of bytes: from the device, and to the disk."""
     nbytes = megabytes * 1_000_000
-    there = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    on_device = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
     torch.cuda.synchronize()
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     for start in range(0, nbytes, len(pinned)):
-        part = there[start : start + len(pinned)]
+        part = on_device[start : start + len(pinned)]
         pinned[: len(part)].copy_(part, non_blocking=True)
     torch.cuda.synchronize()
-    print(f"limit: device to pinned memory {nbytes / 1e9 / (time.perf_counter() - begun):.2f} GB/s")
-    host = there.cpu()
-    del there
+    print(f"limit: device to pinned memory {nbytes / 1e9 / (time.perf_counter() - start_time):.2f} GB/s")
+    host = on_device.cpu()
+    del on_device
     with path.open("wb") as file:
-        begun = time.perf_counter()
+        start_time = time.perf_counter()
         file.write(memoryview(host.numpy()))
         file.flush()
         os.fsync(file.fileno())
-    print(f"limit: write + fsync {nbytes / 1e9 / (time.perf_counter() - begun):.2f} GB/s")
-    begun = time.perf_counter()
-    subprocess.run(["cp", str(path), f"{path}.copy"], check=True)  # noqa: S607 - the system's own
+    print(f"limit: write + fsync {nbytes / 1e9 / (time.perf_counter() - start_time):.2f} GB/s")
+    start_time = time.perf_counter()
+    subprocess.run(["cp", str(path), f"{path}.copy"], check=True)  # noqa: S607 - from the system
     os.sync()
-    print(f"limit: cp + sync {nbytes / 1e9 / (time.perf_counter() - begun):.2f} GB/s", flush=True)
+    print(f"limit: cp + sync {nbytes / 1e9 / (time.perf_counter() - start_time):.2f} GB/s", flush=True)
     path.unlink()
     Path(f"{path}.copy").unlink()
 

@@ -28,7 +28,7 @@ class Classifier(nn.Module):
 
 
 def main() -> None:
-    """Load, move, classify."""
+    """Load the weights, move the model to the GPU, classify."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--weights", default="classifier.pt")
     arguments = parser.parse_args()

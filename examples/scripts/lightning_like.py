@@ -1,4 +1,4 @@
-"""Restore a model from its checkpoint and test it, in the manner of Lightning: a module that knows how, and a trainer.
+"""Restore a model from its checkpoint and test it, in the style of Lightning: with a module and a trainer.
 
 Usage: python lightning_like.py [regressor.ckpt]
 """
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Module(nn.Module):
-    """A model that can be made from a checkpoint alone: its hyperparameters are in it."""
+    """A model that can be created from a checkpoint alone, which contains its hyperparameters."""
 
     @classmethod
     def load_from_checkpoint(cls, path: str) -> Any:
@@ -37,12 +37,12 @@ class Trainer:
         with torch.no_grad(), torch.device(self.device):
             total = torch.zeros(())
             for index, batch in enumerate(loader):
-                total += model.test_step([each.to(self.device) for each in batch], index)
+                total += model.test_step([tensor.to(self.device) for tensor in batch], index)
         return float(total / len(loader))
 
 
 class Regressor(Module):
-    """As many layers as wanted."""
+    """A network with ``depth`` hidden layers."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Regressor(Module):
 
 
 def main() -> None:
-    """Restore it and test it."""
+    """Restore the model and test it."""
     model = Regressor.load_from_checkpoint(sys.argv[1] if len(sys.argv) > 1 else "regressor.ckpt")
     torch.manual_seed(0)
     inputs = torch.randn(32, model.width)

@@ -1,4 +1,4 @@
-"""Write the checkpoints that the scripts beside this one load, as a machine with two GPUs would have left them.
+"""Write the checkpoints that the scripts next to this one load, as if saved on a machine with two GPUs.
 
 Usage: python examples/scripts/make.py [FOLDER]
 
@@ -19,7 +19,7 @@ import transload
 
 
 def main() -> int:
-    """Make all three."""
+    """Write all three checkpoints."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
     torch.manual_seed(0)
     for name, content in {
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def trained() -> dict[str, object]:
-    """Model and optimizer after two steps."""
+    """A model and its optimizer after two steps."""
     model = Autoencoder()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Take up the training of an autoencoder where it was left off, and save it again.
+"""Resume the training of an autoencoder from a checkpoint, and save it again.
 
 Usage: python resume.py training.ckpt [--epochs 6]
 """
@@ -15,7 +15,7 @@ GPU = 1
 
 
 class Autoencoder(nn.Module):
-    """Twelve numbers through four."""
+    """Compresses twelve numbers to four."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Autoencoder(nn.Module):
         self.up = nn.Linear(4, 12)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """The inputs, as far as they come through."""
+        """The reconstructed inputs."""
         outputs: Tensor = self.up(torch.tanh(self.down(inputs)))
         return outputs
 

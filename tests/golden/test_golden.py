@@ -1,4 +1,4 @@
-"""Every command answers as recorded. ``record.py`` says what is recorded, and how to record it anew or compare it."""
+"""The answers of every command equal the recorded ones. ``record.py`` says what is recorded, and how to update it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ UPDATE = "python tests/golden/record.py --full DIR shows the outputs, --update r
 
 @pytest.mark.parametrize("part", PARTS)
 def test_every_command_answers_as_recorded(part: str) -> None:
-    """Exit codes, JSON and written files first: these are promises. The wording may change, and is recorded apart."""
+    """Exit codes, JSON and written files come first: they must not change. The wording may change."""
     answers, words = recorded(part)
     assert differences(read(ANSWERS)[part], answers) == [], UPDATE
     assert differences(read(WORDS)[part], words) == [], f"only the wording differs: {UPDATE}"
 
 
-def test_a_change_is_seen() -> None:
+def test_changed_added_and_removed_cases_are_differences() -> None:
     before = {"a": {"inspect json": "0 1234", "verify": "1"}}
     assert differences(before, before) == []
     assert differences(before, {"a": {"inspect json": "1 1234"}, "b": {"verify": "0"}}) == [
