@@ -31,7 +31,7 @@ from transload.nodes import Call, Dict
 from transload.saving.background import background
 from transload.tensors.content import open_content
 from transload.writing import transfer
-from transload.writing.transfer import Job
+from transload.writing.transfer import ConversionJob
 
 PYTHON_PICKLE = types.SimpleNamespace(Pickler=pickle._Pickler)  # the pickler in pure Python
 CLASSES = (torch.UntypedStorage, torch.TypedStorage, torch.Tensor)
@@ -254,10 +254,10 @@ def test_failed_conversion_leaves_no_chunks_and_no_threads() -> None:
         read_only = os.open(os.devnull, os.O_RDONLY)  # not for writing
         with open_content(b"\2" + bytes(7) + b"{}") as content:
             try:
-                transfer.write_file(read_only, bytes(64 << 20), [], Job(content), "x")
+                transfer.write_file(read_only, bytes(64 << 20), [], ConversionJob(content), "x")
             finally:
                 os.close(read_only)
 
     threads = threading.active_count()
-    assert left_in_cycles(write_file, transfer.Chunk) == []
+    assert left_in_cycles(write_file, transfer.FileBuffer) == []
     assert threading.active_count() == threads

@@ -216,7 +216,7 @@ class DriverLibraries(Plain):
 State = Literal["answered", "no-library", "not-loadable", "no-symbol", "hung", "crashed", "unasked"]
 
 
-class Answer(Plain):
+class ChildAnswer(Plain):
     """The outcome of asking something in a child process."""
 
     # ``no-library``: the loader did not find it. ``not-loadable``: it found something it could not load. ``no-symbol``:
@@ -262,7 +262,7 @@ class NvmlGpu(Plain):
 class Nvml(Plain):
     """What libnvidia-ml reports."""
 
-    answer: Answer = Answer()
+    answer: ChildAnswer = ChildAnswer()
     library: str = ""  # The file that was mapped.
     init: int = -1  # Result of ``nvmlInit_v2``.
     driver: str = ""
@@ -288,7 +288,7 @@ class CudaGpu(Plain):
 class Cuda(Plain):
     """What libcuda reports: ``cuInit``, ``cuDriverGetVersion``, ``cuDeviceGetCount`` and the devices."""
 
-    answer: Answer = Answer()
+    answer: ChildAnswer = ChildAnswer()
     library: str = ""  # The file that was mapped.
     init: int = -1
     version: int = 0  # ``13000`` for CUDA 13.0
@@ -428,7 +428,7 @@ class TorchLibraries(Plain):
     cwd_searched: tuple[str, ...] = ()
 
 
-class Extension(Plain):
+class ExtensionPackage(Plain):
     """A package with its own compiled code for the GPU."""
 
     package: str
@@ -471,7 +471,7 @@ class Step(Plain):
 class TorchRun(Plain):
     """What happened when torch was imported and used in a child process."""
 
-    answer: Answer = Answer()
+    answer: ChildAnswer = ChildAnswer()
     version: str = ""
     file: str = ""  # ``torch.__file__``
     cuda: str = ""
@@ -523,7 +523,7 @@ class Machine(Plain):
     python: Python = field(default_factory=Python)
     torch: Torch = Torch()
     torch_libraries: TorchLibraries = TorchLibraries()
-    extensions: tuple[Extension, ...] = ()
+    extensions: tuple[ExtensionPackage, ...] = ()
     accelerators: tuple[Accelerator, ...] = ()
     torch_run: TorchRun = TorchRun()
     problems: dict[str, str] = field(default_factory=dict)  # Probe → what stopped it. Its facts keep their defaults.

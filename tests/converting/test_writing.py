@@ -34,7 +34,7 @@ from transload.tensors.content import open_content
 from transload.writing import output, transfer
 from transload.writing.output import Bundle
 from transload.writing.plan import member_name
-from transload.writing.transfer import Entry, Job
+from transload.writing.transfer import ConversionJob, TargetTensor
 
 DATA = Path(__file__).parent.parent / "data"
 STATE = DATA / "h200" / "state_dict_cuda0.pt"
@@ -60,8 +60,8 @@ def files(folder: Path) -> set[str]:
 def written(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int | None], list[int]]:
     progress: list[int] = []
     with open_content(source) as content, path.open("w+b") as file:
-        entries = [Entry(tensor.name, tensor, tensor.dtype) for tensor in content.checkpoint.tensors]
-        transfer.write_file(file.fileno(), head, entries, Job(content, progress=progress.append), "x")
+        entries = [TargetTensor(tensor.name, tensor, tensor.dtype) for tensor in content.checkpoint.tensors]
+        transfer.write_file(file.fileno(), head, entries, ConversionJob(content, progress=progress.append), "x")
     return path.read_bytes(), [entry.crc32 for entry in entries], progress
 
 

@@ -23,7 +23,7 @@ from tests.golden.record import machines
 
 from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from
-from transload.machine import Extension, Machine, Step, Torch, Unknown
+from transload.machine import ExtensionPackage, Machine, Step, Torch, Unknown
 
 
 class Fix(NamedTuple):
@@ -114,7 +114,7 @@ def broken_packages() -> Iterator[Machine]:
     )
     yield import_fails(machine, "ModuleNotFoundError: No module named 'typing_extensions'")
     for names in (("torchvision",), ("bitsandbytes",), ("flash-attn", "torchaudio", "torchvision", "detectron2")):
-        extensions = tuple(Extension(name, "0.1", undefined=("_ZN3c10",)) for name in names)
+        extensions = tuple(ExtensionPackage(name, "0.1", undefined=("_ZN3c10",)) for name in names)
         packages = {**machine.python.packages, **dict.fromkeys(names, "0.1")}
         yield changed(machine, extensions=extensions, python__packages=packages)
 
@@ -130,7 +130,7 @@ def without_gpu() -> Iterator[Machine]:
     yield changed(
         import_fails(machine, "ImportError: no"), torch=Torch((), dangling=("/opt/x/torch-2.13.0.dist-info",))
     )
-    other_build = Extension("torchvision", "0.28.0+cu130", missing=("libcudart.so.13",), local="cu130")
+    other_build = ExtensionPackage("torchvision", "0.28.0+cu130", missing=("libcudart.so.13",), local="cu130")
     yield changed(machine, extensions=(other_build,), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from transload.machine import (
-    Answer,
+    ChildAnswer,
     Cuda,
     CudaGpu,
     Driver,
@@ -37,7 +37,7 @@ VERSION = "580.159.04"
 LIB = "/usr/lib/x86_64-linux-gnu"
 SITE = "/opt/venv/lib/python3.11/site-packages"
 UUID = "GPU-6e1b1a3c-0000-4000-8000-00000000000a"
-ANSWERED = Answer("answered", seconds=0.1)
+ANSWERED = ChildAnswer("answered", seconds=0.1)
 STEPS = ("import", "available", "init", "kernel", "matmul", "convolution")
 
 
@@ -173,8 +173,12 @@ def bare() -> Machine:
         nodes=Nodes(found=tuple(Node(f"/dev/{n}", exists=False, kind="", error="ENOENT") for n in _NODES)),
         driver=Driver(
             DriverLibraries(cuda=(), nvml=(), ptx_compiler=()),
-            Nvml(Answer("no-library", "libnvidia-ml.so.1: cannot open shared object file: No such file or directory")),
-            Cuda(Answer("no-library", "libcuda.so.1: cannot open shared object file: No such file or directory")),
+            Nvml(
+                ChildAnswer(
+                    "no-library", "libnvidia-ml.so.1: cannot open shared object file: No such file or directory"
+                )
+            ),
+            Cuda(ChildAnswer("no-library", "libcuda.so.1: cannot open shared object file: No such file or directory")),
         ),
         torch=Torch(installs=(replace(install(), version="2.13.0+cpu", cuda=""),)),
         torch_libraries=TorchLibraries(architectures=(), cubins={}),

@@ -22,7 +22,7 @@ from transload.diagnose.loader import Loader
 from transload.diagnose.probes import libraries, probe, system
 from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from
-from transload.machine import Answer, DriverLibraries, Hardware, Kernel
+from transload.machine import ChildAnswer, DriverLibraries, Hardware, Kernel
 
 needs_forge = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
 
@@ -46,7 +46,7 @@ def test_probe_of_this_machine_has_no_problems() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", machine.taken)
     assert machine.driver.cuda.answer.state != "unasked"
     assert machine.driver.nvml.answer.state != "unasked"
-    assert machine.torch_run.answer == Answer("unasked")
+    assert machine.torch_run.answer == ChildAnswer("unasked")
     assert machine_from(machine.to_dict()) == machine
 
 
@@ -127,7 +127,7 @@ def test_failing_probe_is_reported_and_the_others_still_run(monkeypatch: pytest.
 def test_missing_python_is_reported_and_torch_is_not_run(tmp_path: Path) -> None:
     machine = probe(str(tmp_path / "python"))
     assert machine.python.problem
-    assert machine.torch_run.answer == Answer("unasked", machine.python.problem)
+    assert machine.torch_run.answer == ChildAnswer("unasked", machine.python.problem)
     assert machine.problems == {}
 
 
@@ -197,7 +197,7 @@ def test_module_that_shadows_torch_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("open('was-run', 'w')", encoding="utf-8")
     machine = probe(host=Host(cwd=str(tmp_path)), timeout=10.0)
     assert (machine.torch.shadow, (tmp_path / "was-run").exists()) == (f"{tmp_path}/torch.py", False)
-    assert machine.torch_run.answer == Answer("unasked", f"import torch finds {tmp_path}/torch.py")
+    assert machine.torch_run.answer == ChildAnswer("unasked", f"import torch finds {tmp_path}/torch.py")
     codes = [finding.code for finding in judge_machine(machine).findings]
     assert (codes[0], "X13" in codes) == ("P03", False)
 

@@ -14,7 +14,7 @@ from tests.each import each
 
 from transload.diagnose.saved import machine_from, machine_in, machine_of
 from transload.errors import UsageError
-from transload.machine import Experiment, Extension, Machine, Unknown
+from transload.machine import Experiment, ExtensionPackage, Machine, Unknown
 
 
 def saved(machine: Machine) -> str:
@@ -23,7 +23,7 @@ def saved(machine: Machine) -> str:
 
 FULL = Machine(
     problems={"x": "y"},
-    extensions=(Extension("flash-attn", architectures=("sm_90",)),),
+    extensions=(ExtensionPackage("flash-attn", architectures=("sm_90",)),),
     driver=healthy().driver.__class__(experiments=(Experiment(("LD_LIBRARY_PATH",), healthy().driver.cuda),)),
 )
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.formats.foreign import HEAD, SCAN, Foreign, View, identify, identify_zip, mangled
+from transload.formats.foreign import HEAD, SCAN, Excerpt, Foreign, identify, identify_zip, mangled
 from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.io.sources import BytesSource, Source
 
@@ -275,11 +275,11 @@ def test_checkpoint_beyond_the_scan_limit_is_not_found() -> None:
 
 
 def test_mangled_reports_only_text_mode_copies() -> None:
-    copy = mangled(View(BytesSource(torch_zip().replace(b"\n", b"\r\n"))))
+    copy = mangled(Excerpt(BytesSource(torch_zip().replace(b"\n", b"\r\n"))))
     assert copy is not None
     assert copy.format == "crlf"
     for intact in (torch_zip(), legacy(), b"", b"Entry not found"):
-        assert mangled(View(BytesSource(intact))) is None
+        assert mangled(Excerpt(BytesSource(intact))) is None
 
 
 def test_reported_start_of_a_prefixed_checkpoint_is_right() -> None:

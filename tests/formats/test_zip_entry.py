@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.each import each
 
 from transload.findings import Problems
-from transload.formats.zip import Entry, check_names, find_root, names_below
+from transload.formats.zip import DirectoryEntry, check_names, find_root, names_below
 
 NAMES: dict[str, tuple[bytes, ...]] = {
     "plain": (b"a/data.pkl", b"a/data/0", b"a/version"),
@@ -32,8 +32,8 @@ NAMES: dict[str, tuple[bytes, ...]] = {
 }
 
 
-def entries_of(names: tuple[bytes, ...]) -> list[Entry]:
-    return [Entry(name, 0, 0, 1, 2, 2, 0) for name in names]
+def entries_of(names: tuple[bytes, ...]) -> list[DirectoryEntry]:
+    return [DirectoryEntry(name, 0, 0, 1, 2, 2, 0) for name in names]
 
 
 @each("case", list(NAMES))

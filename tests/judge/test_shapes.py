@@ -19,7 +19,7 @@ from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
-from transload.formats.rebuilds import Rebuilder
+from transload.formats.rebuilds import RebuildReader
 from transload.judge.names import TORCH_DEFAULT
 from transload.judge.safety import _REBUILDS, _SHADOWED, check_call, judge_pickles
 from transload.nodes import REBUILDS, Call, Dict, Global
@@ -296,7 +296,7 @@ def test_table_of_rebuild_functions_matches_torchs_signatures() -> None:
         for expected, index in list(rebuild._asdict().items())[2:]:
             assert index == 99 or parameters[index].name == expected, full
     assert {n for n in TORCH_DEFAULT if n.startswith("torch._utils._rebuild_")} == set(_REBUILDS)
-    assert all(hasattr(Rebuilder, f"_{name.rpartition('.')[2].lstrip('_').lower()}") for name in REBUILDS)
+    assert all(hasattr(RebuildReader, f"_{name.rpartition('.')[2].lstrip('_').lower()}") for name in REBUILDS)
 
 
 def test_attributes_that_must_not_be_shadowed_exist_on_tensors() -> None:

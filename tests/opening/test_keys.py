@@ -6,7 +6,7 @@ import pytest
 
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import UsageError
-from transload.loading.into import Match, branches, find
+from transload.loading.into import BranchMatch, branches, find
 
 
 def checkpoint(*paths: tuple[Key, ...], shape: tuple[int, ...] = (2,)) -> Checkpoint:
@@ -22,7 +22,7 @@ def model_shapes(*keys: str) -> dict[str, tuple[int, ...] | None]:
     return dict.fromkeys(keys, (2,))
 
 
-def matched_names(match: Match) -> dict[str, str]:
+def matched_names(match: BranchMatch) -> dict[str, str]:
     return {key: tensor.name for key, tensor in match.tensors.items()}
 
 

@@ -37,8 +37,8 @@ from transload.diagnose.report import Diagnosis, Muted, Status, facts, judge_mac
 from transload.findings import Finding
 from transload.machine import (
     Accelerator,
-    Answer,
-    Extension,
+    ChildAnswer,
+    ExtensionPackage,
     Hardware,
     Kernel,
     Library,
@@ -139,7 +139,7 @@ def test_report_on_a_healthy_machine_is_short() -> None:
         (changed(healthy(), torch=Torch(()), torch_run=TorchRun()), (BUILD,), "", "torch does not work: "),
         (refused(healthy(), 999), (replace(NODES, title="probably: a node"),), "", "CUDA does not work, probably: a"),
         (
-            changed(healthy(), torch_run=TorchRun(Answer("hung", "import"))),
+            changed(healthy(), torch_run=TorchRun(ChildAnswer("hung", "import"))),
             (BUILD,),
             "",
             "torch does not work: torch was built without CUDA",
@@ -208,7 +208,7 @@ def test_chain_marks_the_cause_and_its_consequences() -> None:
 
 def test_chain_has_every_layer_in_order() -> None:
     assert sorted(doctor_chain.ORDER) == sorted(LAYERS)
-    machine = changed(in_container(healthy()), extensions=(Extension("flash-attn", "2.8.3"),))
+    machine = changed(in_container(healthy()), extensions=(ExtensionPackage("flash-attn", "2.8.3"),))
     assert list(doctor_chain.chain(machine)) == list(doctor_chain.ORDER)
 
 
@@ -267,8 +267,13 @@ UNREADABLE = Unknown("/sys does not exist")
         ({"nodes": bare().nodes, "driver": bare().driver}, "nodes", "broken", "/dev/nvidiactl: ENOENT"),
         ({"driver": bare().driver}, "libraries", "broken", "libcuda.so.1 is not found"),
         ({"driver": bare().driver}, "driver", "idle", "no library found"),
-        ({"driver__cuda__answer": Answer("hung", "in cuInit")}, "driver", "broken", "no answer in time: in cuInit"),
-        ({"driver__cuda__answer": Answer("crashed", "signal 6")}, "driver", "broken", "it crashed: signal 6"),
+        (
+            {"driver__cuda__answer": ChildAnswer("hung", "in cuInit")},
+            "driver",
+            "broken",
+            "no answer in time: in cuInit",
+        ),
+        ({"driver__cuda__answer": ChildAnswer("crashed", "signal 6")}, "driver", "broken", "it crashed: signal 6"),
         ({"driver__cuda__count": 0, "driver__cuda__gpus": ()}, "driver", "broken", "no GPU for this process"),
         (
             {"variables": Variables({"CUDA_VISIBLE_DEVICES": "7", "HOME": "~"})},
@@ -290,7 +295,7 @@ UNREADABLE = Unknown("/sys does not exist")
         ({"torch_libraries": TorchLibraries()}, "torch-libraries", "unknown", "not asked"),
         ({"driver__cuda__init": 999}, "fit", "idle", "not checked"),
         ({"torch_run": TorchRun()}, "run", "idle", "not run"),
-        ({"torch_run": TorchRun(Answer("crashed", "signal 11"))}, "run", "broken", "it crashed: signal 11"),
+        ({"torch_run": TorchRun(ChildAnswer("crashed", "signal 11"))}, "run", "broken", "it crashed: signal 11"),
         (
             {"torch_run__steps": (Step("kernel", ok=False, error="no kernel image"),)},
             "run",
@@ -348,7 +353,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07\u202eevil\n"
 
 
 def test_control_characters_in_facts_and_findings_are_escaped() -> None:
-    machine = _poisoned(in_container(changed(healthy(), problems={"x": "y"}, extensions=(Extension("a"),))))
+    machine = _poisoned(in_container(changed(healthy(), problems={"x": "y"}, extensions=(ExtensionPackage("a"),))))
     finding = Finding("U04", "error", HOSTILE, (HOSTILE,), (f"$ {HOSTILE}", HOSTILE))
     diagnosis = diagnosed(machine, finding, muted=(Muted(replace(NODES, title=HOSTILE), "U04"),))
     for blocks in (report(diagnosis), facts(machine)):
@@ -358,14 +363,14 @@ def test_control_characters_in_facts_and_findings_are_escaped() -> None:
 
 
 def _poisoned(value: Any) -> Any:
-    """The value with control characters appended to every string, except in ``Answer`` and ``Library``."""
+    """The value with control characters appended to every string, except in ``ChildAnswer`` and ``Library``."""
     if isinstance(value, str):
         return value + HOSTILE
     if isinstance(value, tuple):
         return tuple(map(_poisoned, value))
     if isinstance(value, dict):
         return {name: _poisoned(item) for name, item in value.items()}
-    if isinstance(value, Answer | Library):
+    if isinstance(value, ChildAnswer | Library):
         return value
     if hasattr(value, "__dataclass_fields__"):
         return replace(value, **{field.name: _poisoned(getattr(value, field.name)) for field in fields(value)})

@@ -60,7 +60,16 @@ def test_shared_objects_are_shown_once_and_cycles_end() -> None:
 
 
 def test_every_kind_of_node_has_a_text() -> None:
-    nodes = [Set([1]), Set([], frozen=True), Big(9), Extension(3), Persistent(1, 0), REBUILD, bytearray(b"x"), 1 << 999]
+    nodes = [
+        Set([1]),
+        Set([], frozen=True),
+        Big(9),
+        Extension(3),
+        Persistent(1, 0),
+        REBUILD,
+        bytearray(b"x"),
+        1 << 999,
+    ]
     lines = drawn([*nodes, make_call(REBUILD)])
     assert lines[:3] == ["list of 9", "├─ [0]: set of 1", "│  └─ [0]: 1"]
     text = "\n".join(lines)

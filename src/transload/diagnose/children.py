@@ -24,7 +24,7 @@ from typing import IO, Any
 from transload.diagnose.host import Host, reason
 from transload.findings import packaged
 from transload.frozen import Frozen
-from transload.machine import Answer, State, Unknown
+from transload.machine import ChildAnswer, State, Unknown
 
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
 
@@ -87,9 +87,9 @@ class Outcome(Frozen):
         return [record[name] for record in self.records if name in record]
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> ChildAnswer:
         """The outcome as a fact: ``hung in cuInit after 5.0 s``."""
-        return Answer(self.state, self.detail, round(self.seconds, 3))
+        return ChildAnswer(self.state, self.detail, round(self.seconds, 3))
 
     @property
     def detail(self) -> str:

@@ -16,7 +16,7 @@ from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, parts, result, shown_variables, table
 from transload.findings import Finding
 from transload.frozen import Plain
-from transload.machine import Answer, Machine, TorchInstall, Unknown
+from transload.machine import ChildAnswer, Machine, TorchInstall, Unknown
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, command, heading, note
 from transload.render.words import plural, printable
 
@@ -459,7 +459,7 @@ _SILENT = {
 }
 
 
-def _no_answer(answer: Answer) -> Seen:
+def _no_answer(answer: ChildAnswer) -> Seen:
     """The state and the words for a missing answer: not asked, could not be asked, or failed."""
     if answer.state not in _SILENT:
         return "idle", "no library found"

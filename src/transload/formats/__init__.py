@@ -152,9 +152,9 @@ def _not_a_checkpoint(source: Source, what: Foreign, index: ZipIndex | None = No
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     index = read_index(source)
     if not index.ok:
-        from transload.formats.foreign import View, mangled
+        from transload.formats.foreign import Excerpt, mangled
 
-        copied_as_text = mangled(View(source))
+        copied_as_text = mangled(Excerpt(source))
         if copied_as_text is not None:
             return _not_a_checkpoint(source, copied_as_text)
         from transload.formats.zip_scan import walk_index

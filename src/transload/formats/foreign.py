@@ -1,6 +1,6 @@
 """Name a file that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
 
-``identify`` calls a function for each kind of file in turn; each gets a ``View`` of the first and last bytes.
+``identify`` calls a function for each kind of file in turn; each gets a ``Excerpt`` of the first and last bytes.
 ``foreign.md`` lists the formats that a pattern detects.
 """
 
@@ -62,7 +62,7 @@ class Foreign(NamedTuple):
     holds: str = ""
 
 
-class View:
+class Excerpt:
     """The first and last bytes of a source. ``whole`` is false if only its beginning was decompressed.
 
     ``depth`` counts the layers around it, each of which may be a compressed file or an HTTP response. ``path`` is for a
@@ -162,7 +162,7 @@ def _with_checkpoints(format_: str, title: str, inside: list[str], names: list[s
     return Foreign(format_, f"{title} with {several} inside: {listed(inside, 3)}", _records(names), (fix,))
 
 
-def _zipped(view: View) -> Foreign | None:
+def _zipped(view: Excerpt) -> Foreign | None:
     """A zip archive, by the names in its directory or, without a directory, in the headers of its records."""
     if not view.head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
         return None
@@ -175,7 +175,7 @@ def _zipped(view: View) -> Foreign | None:
     return identify_zip(names, view.path)
 
 
-def _tar(view: View) -> Foreign | None:
+def _tar(view: Excerpt) -> Foreign | None:
     """A tar archive: the checksum of the first header is right."""
     names = [clean(name, 100) for name, *_ in members(view.source, TAR_MEMBERS)[0]]
     if not names:
@@ -188,7 +188,7 @@ def _tar(view: View) -> Foreign | None:
     return Foreign("tar", "a tar archive", _records(names), (f"Unpack it: tar xf {view.file}",))
 
 
-def _packed(view: View) -> Foreign | None:
+def _packed(view: Excerpt) -> Foreign | None:
     """A compressed file, and what its decompressed beginning is."""
     packers = (row for row in _rows("compressed files", 3) if re.match(row[1].encode(), view.head, re.DOTALL))
     format_, _, command = next(packers, ("", "", ""))
@@ -214,7 +214,7 @@ def _packed(view: View) -> Foreign | None:
     return Foreign(format_, f"{format_} around {content.title}", content.details, fix, content.holds)
 
 
-def _by_magic(view: View) -> Foreign | None:
+def _by_magic(view: Excerpt) -> Foreign | None:
     head = view.head
     for format_, title, pattern, advice in _rows("first bytes", 4):
         if re.match(pattern.encode(), head, re.DOTALL):
@@ -237,7 +237,7 @@ def _by_magic(view: View) -> Foreign | None:
     return Foreign("pickle", f"a {writer} pickle ({protocol}), not written by torch.save", (), (fix,))
 
 
-def _by_structure(view: View) -> Foreign | None:
+def _by_structure(view: Excerpt) -> Foreign | None:
     if view.tail.endswith(TABLE_MAGIC):
         fix = "Give tf.train.load_checkpoint the name without .index; PyTorch cannot read it."
         return Foreign("tensorflow", "the index of a TensorFlow checkpoint (or a LevelDB table)", (), (fix,))
@@ -272,7 +272,7 @@ def _by_structure(view: View) -> Foreign | None:
     return Foreign("msgpack", "a MessagePack file (Flax weights?), not a checkpoint", (f"first key: {key}",), (fix,))
 
 
-def _fields(view: View) -> list[tuple[int, int, bytes]]:
+def _fields(view: Excerpt) -> list[tuple[int, int, bytes]]:
     """The first top-level fields of a protobuf message; empty if it cannot be one.
 
     Each has a number, its value or length, and the first bytes if it is length-delimited.
@@ -328,7 +328,7 @@ def _advice(said: str) -> tuple[str, ...]:
     return (next(fixes, _DOWNLOAD_AGAIN),)
 
 
-def _text(view: View) -> Foreign | None:
+def _text(view: Excerpt) -> Foreign | None:
     found = as_text(view.head)
     if not found.strip():
         return None
@@ -374,7 +374,7 @@ def _text(view: View) -> Foreign | None:
     return Foreign("text", "a text file, not a checkpoint", (begins,), (_OTHER_FILE,))
 
 
-def _json(view: View, found: str) -> Foreign | None:
+def _json(view: Excerpt, found: str) -> Foreign | None:
     """A JSON document; only a short one is parsed."""
     import json
 
@@ -405,12 +405,12 @@ def _json(view: View, found: str) -> Foreign | None:
 
 
 def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
-    r"""Identify a source that could not be read as a checkpoint; for ``depth`` and ``whole`` see ``View``.
+    r"""Identify a source that could not be read as a checkpoint; for ``depth`` and ``whole`` see ``Excerpt``.
 
     >>> identify(BytesSource(b"Entry not found")).title
     '15 bytes of text, probably a server\'s answer: "Entry not found"'
     """
-    view = View(source, depth=depth, whole=whole)
+    view = Excerpt(source, depth=depth, whole=whole)
     if not view.size:
         return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
     # Exact tests come first, guesses last, and a container before what it may contain.
@@ -424,7 +424,7 @@ def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
     return Foreign("unknown", "a binary file of no known format", tuple(details), (_AGAIN,))
 
 
-def _zeros(view: View) -> Foreign | None:
+def _zeros(view: Excerpt) -> Foreign | None:
     """Nothing but zeros, at least in all samples."""
     if view.head.strip(b"\0") or view.tail.strip(b"\0"):
         return None
@@ -435,7 +435,7 @@ def _zeros(view: View) -> Foreign | None:
     return Foreign("zeros", title, (), (_AGAIN,))
 
 
-def _zeros_first(view: View) -> Foreign | None:
+def _zeros_first(view: Excerpt) -> Foreign | None:
     """A file that begins with zeros: its first pages were lost or never written."""
     if view.head[:ZERO_RUN].strip(b"\0") or view.size < ZERO_RUN:
         return None
@@ -446,7 +446,7 @@ def _zeros_first(view: View) -> Foreign | None:
     return Foreign("zeros-first", title, details, (_AGAIN,))
 
 
-def _http(view: View) -> Foreign | None:
+def _http(view: Excerpt) -> Foreign | None:
     """An HTTP response saved with its header, as ``curl -i`` does."""
     status = re.match(rb"HTTP/\d(?:\.\d)? (\d{3}[^\r\n]{0,80})", view.head)
     if not status:
@@ -464,7 +464,7 @@ def _http(view: View) -> Foreign | None:
     return Foreign("http", title, inner.details, fix, inner.holds)
 
 
-def mangled(view: View) -> Foreign | None:
+def mangled(view: Excerpt) -> Foreign | None:
     """A binary file that was copied as text: line feeds became CR LF, or bytes became U+FFFD; ``None`` for another."""
     head = view.head
     zipped_or_pickled = _torch_record(head) == 0 or re.match(rb"\x80[\x02-\x05]", head)
@@ -486,7 +486,7 @@ def mangled(view: View) -> Foreign | None:
     return None
 
 
-def _checkpoint(view: View) -> Foreign | None:
+def _checkpoint(view: Excerpt) -> Foreign | None:
     """A checkpoint, when the source is a layer inside another file."""
     if view.head.startswith(MAGIC_PICKLE):
         return Foreign("torch-legacy", "a PyTorch checkpoint (legacy)", holds=".pt")
@@ -495,7 +495,7 @@ def _checkpoint(view: View) -> Foreign | None:
     return None
 
 
-def _embedded(view: View) -> Foreign | None:
+def _embedded(view: Excerpt) -> Foreign | None:
     """A checkpoint after other bytes: torch looks for its magic at byte 0 only."""
     starts = [start for start in (_torch_record(view.wide), view.wide.find(MAGIC_PICKLE)) if start > 0]
     if not starts:

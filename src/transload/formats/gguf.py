@@ -18,7 +18,7 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Draft, Leaf
 from transload.dtypes import BLOCKS, GGML, itemsize
 from transload.findings import LimitedProblems, join_names
-from transload.formats.safetensors import MAX_HEADER, Entry, add_tensor, check_layout
+from transload.formats.safetensors import MAX_HEADER, HeaderEntry, add_tensor, check_layout
 from transload.io.sources import Source
 from transload.nodes import short
 
@@ -138,7 +138,7 @@ def read_gguf(source: Source) -> Checkpoint | None:
         return None
     noted, header = LimitedProblems(), _Header(source, _SHOWN + 1)
     leaves: dict[str, Leaf] = {}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     align, whole = 32, False
     try:
         tensors, pairs = header.numbers("QQ")
@@ -193,7 +193,7 @@ def _alignment(value: Any) -> int:
     return value
 
 
-def _entry(header: _Header, noted: LimitedProblems) -> Entry:
+def _entry(header: _Header, noted: LimitedProblems) -> HeaderEntry:
     """The next entry in the table of tensors. ggml lists the innermost dimension first, torch last."""
     name = header.text()
     (rank,) = header.numbers("I")
@@ -211,5 +211,5 @@ def _entry(header: _Header, noted: LimitedProblems) -> Entry:
         detail = blocks if row % block else "its shape overflows 64 bits"
         noted.add("gguf-size-mismatch", f"header › {name}", f"{dtype} {list(shape)}: {detail}")
     else:
-        return Entry(name, dtype, shape, begin, begin + itemsize(dtype, numel))
-    return Entry(name, dtype, shape, begin, begin, broken=True)
+        return HeaderEntry(name, dtype, shape, begin, begin + itemsize(dtype, numel))
+    return HeaderEntry(name, dtype, shape, begin, begin, broken=True)

@@ -12,7 +12,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import Any
 
-from transload.formats.pickle_state import CONSTANTS, LONG_FRAME, MAX_IRREGULAR, Broken, Cut, Machine
+from transload.formats.pickle_state import CONSTANTS, LONG_FRAME, MAX_IRREGULAR, Broken, Cut, PickleMachine
 from transload.nodes import Call, Dict, Persistent, Pickle, Set
 
 MAX_STREAM = 512 << 20
@@ -23,7 +23,7 @@ _I32 = Struct("<i").unpack_from
 _U32 = Struct("<I").unpack_from
 _F64 = Struct(">d").unpack_from
 _COMMON = frozenset(b"N\x88\x87G}]useac\x81b\x80\x8f\x8a")
-Reader = Callable[[Machine], object] | None
+Reader = Callable[[PickleMachine], object] | None
 
 
 def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> Pickle:
@@ -34,7 +34,7 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> P
     >>> run(b"\x80\x02cos\ngetcwd\n)R.").calls
     [Call(Global(os.getcwd), reduce)]
     """
-    vm = Machine(data, start, name)
+    vm = PickleMachine(data, start, name)
     out = vm.out
     if reader is not None:
         reader(vm)
@@ -75,7 +75,7 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> P
     return out
 
 
-def run_part(vm: Machine, data: bytes) -> bool:
+def run_part(vm: PickleMachine, data: bytes) -> bool:
     """Run the opcodes of a part of a pickle with the stack and memo of a machine; whether they end where the part does.
 
     If they do not, the stack may contain anything.
@@ -100,12 +100,12 @@ def add_uses(into: Pickle, other: Pickle) -> None:
     into.extensions += other.extensions
 
 
-def _execute(vm: Machine) -> None:  # one loop, opcodes by frequency: 0.2 µs each
+def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 µs each
     data, size, meta = vm.data, vm.size, vm.meta
     calls, persistent = vm.out.calls, vm.out.persistent
     memo: Any = vm.memo
     read_tensor: Callable[[int, list[Any], list[Any]], int] | None = None
-    rare: Callable[[Machine, int], None] | None = None
+    rare: Callable[[PickleMachine, int], None] | None = None
     stack = vm.stack
     push = stack.append
     pos = vm.pos
@@ -214,7 +214,7 @@ def _execute(vm: Machine) -> None:  # one loop, opcodes by frequency: 0.2 µs ea
         vm.pos = max(vm.pos, pos)  # a handler that raised may have read further than the loop knows
 
 
-def _common(vm: Machine, op: int) -> None:
+def _common(vm: PickleMachine, op: int) -> None:
     """Run an opcode that torch.save writes and ``_execute`` does not run, by frequency."""
     items = vm.pop_mark() if op in b"ue" else []  # SETITEMS, APPENDS
     stack = vm.stack

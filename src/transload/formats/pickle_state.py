@@ -50,7 +50,7 @@ class Sparse(dict[Any, Any]):
             raise KeyError(index) from None
 
 
-class Machine:
+class PickleMachine:
     """The state of one run. ``stack`` is the part above the last MARK, ``meta`` the parts below it, outermost first.
 
     ``memo`` is a list as long as each entry is written once and in order, as all writers but Python 2's do; then a

@@ -23,7 +23,7 @@ from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES
 from transload.findings import Problem
 from transload.formats.arrays import dtype_of, shape_of
 from transload.formats.pickle_machine import MAX_STREAM, add_uses, run
-from transload.formats.pickle_state import LOADER, Broken, Cut, Machine
+from transload.formats.pickle_state import LOADER, Broken, Cut, PickleMachine
 from transload.formats.pickle_streams import run_at
 from transload.formats.tensors import StorageTable, find_tensors
 from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
@@ -159,7 +159,7 @@ class _EmbeddedData:
     each storage once. So a file cannot make the same bytes into any number of storages.
     """
 
-    def __init__(self, vm: Machine, offset: int, storages: dict[str, Record]) -> None:
+    def __init__(self, vm: PickleMachine, offset: int, storages: dict[str, Record]) -> None:
         self._vm = vm
         vm.read_storage, vm.read_array = self._storage, self._array
         self._offset = offset

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
-from transload.formats.pickle_state import LONG_FRAME, Broken, Machine
+from transload.formats.pickle_state import LONG_FRAME, Broken, PickleMachine
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
 MAX_INT_BYTES = 1024
@@ -137,7 +137,7 @@ def read_by_frames(data: bytes, start: int) -> bytes:
     return bytes(out)
 
 
-def run_opcode(vm: Machine, op: int) -> None:
+def run_opcode(vm: PickleMachine, op: int) -> None:
     """Run an opcode that the machine itself does not handle; the more frequent ones come first."""
     if op in REFUSED:
         vm.out.rare.setdefault(REFUSED[op], vm.pos - 1)
@@ -264,7 +264,7 @@ def run_opcode(vm: Machine, op: int) -> None:
         raise Broken(f"byte 0x{op:02x} is not a pickle opcode")
 
 
-def _c_text(vm: Machine) -> bytes:
+def _c_text(vm: PickleMachine) -> bytes:
     """A line with a number, stripped. C reads up to a NUL, and reads 0 if nothing is before it."""
     text, nul, _ = vm.line().partition(b"\0")
     if nul:
@@ -272,7 +272,7 @@ def _c_text(vm: Machine) -> bytes:
     return text.strip() if text or not nul else b"0"
 
 
-def _memo_index(vm: Machine) -> int:
+def _memo_index(vm: PickleMachine) -> int:
     text = _c_text(vm)
     try:
         return int(text if len(text) - text.count(b"_") <= MAX_TEXT_DIGITS + 1 else b"")
@@ -280,7 +280,7 @@ def _memo_index(vm: Machine) -> int:
         raise Broken("a memo index that is not a number") from None
 
 
-def _number(vm: Machine, text: bytes) -> int | Big:
+def _number(vm: PickleMachine, text: bytes) -> int | Big:
     if len(text) > MAX_TEXT_DIGITS:
         vm.odd("an integer of thousands of digits")
         return Big(len(text))
@@ -296,7 +296,7 @@ def _number(vm: Machine, text: bytes) -> int | Big:
     raise Broken("an integer that is not a number")
 
 
-def _python2_text(vm: Machine, raw: bytes) -> None:
+def _python2_text(vm: PickleMachine, raw: bytes) -> None:
     """Push a ``str`` of Python 2: text if it is UTF-8, since torch decodes it as that; otherwise bytes."""
     vm.out.python2 = True
     try:

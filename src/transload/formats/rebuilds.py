@@ -78,7 +78,7 @@ def _dtype(node: object) -> str:
     return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
 
 
-class Rebuilder:
+class RebuildReader:
     """Makes the tensors that torch's rebuild functions would make; each function has a method of its name.
 
     ``search`` finds the tensors of a table inside an object, and ``depth`` counts tensors inside tensors.

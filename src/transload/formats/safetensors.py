@@ -30,7 +30,7 @@ _new = tuple.__new__  # makes a named tuple without calling its __new__, which i
 BITS = {name: 8 * ITEMSIZE[dtype] for name, dtype in SAFETENSORS.items()} | {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A checked entry of the header; the tensor is from ``begin`` to ``end`` of the data.
 
     A ``broken`` entry has a name, dtype and shape, but its offsets cannot be used.
@@ -182,7 +182,7 @@ def _at(name: str) -> str:
     return f"header › {_cut(name)}"
 
 
-def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
+def _entry(name: str, raw: Any, noted: LimitedProblems) -> HeaderEntry | None:
     """An entry, checked field by field; ``None`` if its dtype and shape are not valid."""
     odd = type(raw) is list and len(raw) == len(FIELDS)  # one of two unusual forms that the reference accepts
     fields: dict[str, Any] = raw if type(raw) is dict else dict(zip(FIELDS, raw, strict=True)) if odd else {}
@@ -210,7 +210,7 @@ def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
     shape, width = tuple(sizes), BITS.get(dtype)
     bits = numel * (width or 0)
     if width and bits == 8 * (end - begin) and bits < MAX_COUNT and numel < MAX_COUNT:
-        return _new(Entry, (name, dtype, shape, begin, end, False))
+        return _new(HeaderEntry, (name, dtype, shape, begin, end, False))
     what = f"{dtype} {list(shape[:8])}"
     if width is None:
         noted.add("safetensors-dtype-unknown", _at(name), f"dtype {_cut(dtype)!r}")
@@ -221,11 +221,15 @@ def _entry(name: str, raw: Any, noted: LimitedProblems) -> Entry | None:
     else:
         detail = f"{what} needs {bits // 8:,} bytes; it is given {begin:,} to {end:,}"
         noted.add("safetensors-size-mismatch", _at(name), detail)
-    return None if numel >= MAX_COUNT else Entry(name, _cut(dtype), shape, begin, max(begin, end), broken=True)
+    return None if numel >= MAX_COUNT else HeaderEntry(name, _cut(dtype), shape, begin, max(begin, end), broken=True)
 
 
 def check_layout(
-    entries: list[Entry], size: int, noted: LimitedProblems, codes: tuple[str, str, str, str] = _LAYOUT, align: int = 1
+    entries: list[HeaderEntry],
+    size: int,
+    noted: LimitedProblems,
+    codes: tuple[str, str, str, str] = _LAYOUT,
+    align: int = 1,
 ) -> None:
     """Note holes and overlaps between tensors, which are sorted by offset, and missing or extra bytes after the last.
 
@@ -252,7 +256,7 @@ def check_layout(
 
 
 def add_tensor(
-    out: Draft, entry: Entry, dtype: str, shape: tuple[int, ...], start: int, *, big_endian: bool = False
+    out: Draft, entry: HeaderEntry, dtype: str, shape: tuple[int, ...], start: int, *, big_endian: bool = False
 ) -> None:
     """Add the tensor of an entry, with torch's dtype and shape, and its storage. The data begin at ``start``."""
     name, _, _, begin, end, broken = entry

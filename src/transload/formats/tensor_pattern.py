@@ -12,7 +12,7 @@ from itertools import compress
 from struct import Struct
 from typing import Any
 
-from transload.formats.pickle_state import CONSTANTS, Machine
+from transload.formats.pickle_state import CONSTANTS, PickleMachine
 from transload.nodes import Call, Persistent
 
 _GET = rb"(?:h.|j....)"  # BINGET, LONG_BINGET
@@ -92,7 +92,7 @@ class TensorPattern:
     name with the same last part. A wrong guess costs a match of the regular expression.
     """
 
-    def __init__(self, vm: Machine) -> None:
+    def __init__(self, vm: PickleMachine) -> None:
         self._data, self._size = vm.data, vm.size
         self._calls, self._persistent = vm.out.calls, vm.out.persistent
         self._templates: dict[tuple[bytes | None, ...], _Template] = {}

@@ -386,16 +386,16 @@ class _Walk:
 
     def _take(self, function: str, args: object, at: _Place) -> None:
         if self.rebuilder is None:
-            from transload.formats.rebuilds import Rebuilder  # here, since most files do not need it
+            from transload.formats.rebuilds import RebuildReader  # here, since most files do not need it
 
-            self.rebuilder = Rebuilder(self.table, _search, self.depth)
+            self.rebuilder = RebuildReader(self.table, _search, self.depth)
         tensors, wrong = self.rebuilder.tensors(function, args, at)
         self.tensors += tensors
         if wrong:
             self.noted.add("tensor-broken", at[1] or "the root", wrong)
 
     def _ordinary(self, args: Any, path: tuple[Key, ...], name: str) -> Tensor | None:
-        """What ``Rebuilder._strided`` makes of the arguments of nearly all tensors; ``None`` for any others.
+        """What ``RebuildReader._strided`` makes of the arguments of nearly all tensors; ``None`` for any others.
 
         ``inspect`` and ``open`` of 20,000 tensors take 5 % longer without it.
         """

@@ -61,7 +61,7 @@ FOLDER_PROBLEMS = ("zip-no-folder", "zip-two-folders")  # only torch's own reade
 ALIGNMENT = 64  # torch's default, with which every vector unit reads the tensors of a mapped file at full speed
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """One line of the central directory."""
 
     raw_name: bytes
@@ -78,14 +78,14 @@ def text_of(raw: bytes) -> str:
     return raw.decode("utf-8", "backslashreplace")
 
 
-def check_names(entries: list[Entry], problems: Problems) -> None:
+def check_names(entries: list[DirectoryEntry], problems: Problems) -> None:
     """Note names that readers could confuse, or read differently: check all at once, or one by one if any is odd."""
     joined = b"\n".join([b"", *[entry[0] for entry in entries]])
     odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
     names = joined.lower().split(b"\n")[1:]
     if not odd and len(set(names)) == len(names) == len(entries):
         return
-    seen: dict[bytes, Entry] = {}
+    seen: dict[bytes, DirectoryEntry] = {}
     for entry in entries:
         raw = entry[0]
         name = text_of(raw)
@@ -104,7 +104,7 @@ def check_names(entries: list[Entry], problems: Problems) -> None:
             problems.add("zip-name-encoding", name, "it is not UTF-8")
 
 
-def find_root(entries: list[Entry], problems: Problems) -> str | None:
+def find_root(entries: list[DirectoryEntry], problems: Problems) -> str | None:
     """The folder that torch reads records from: the first entry's or, if that has no index, one that has.
 
     ``None`` if the records are not in a folder.
@@ -265,12 +265,12 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
     return start, size, count
 
 
-def _read_directory(source: Source, start: int, size: int, count: int, problems: Problems) -> list[Entry]:
+def _read_directory(source: Source, start: int, size: int, count: int, problems: Problems) -> list[DirectoryEntry]:
     """Read all entries. Most begin with the same sixteen bytes as the one before, and have nothing but a name."""
     if count * CENTRAL.size > size:  # four billion entries claimed in a kilobyte
         problems.add("zip-count", detail=f"{count} entries cannot fit into a directory of {size} bytes")
     raw = source.read(start, size)
-    entries: list[Entry] = []
+    entries: list[DirectoryEntry] = []
     position, last = 0, len(raw) - CENTRAL.size
     plain, flags, method = b"", 0, 0  # how the last ordinary entry began
     while position <= last and len(entries) < _MAX_ENTRIES:
@@ -278,7 +278,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
         end = position + CENTRAL.size + n_name
         if begin == plain and rest == NOTHING_ELSE and stored == nbytes and raw[end - 1 : end] != b"/":
             name = raw[position + CENTRAL.size : end]
-            entries.append(_new(Entry, (name, flags, method, crc, stored, nbytes, header)))
+            entries.append(_new(DirectoryEntry, (name, flags, method, crc, stored, nbytes, header)))
             position = end
         elif begin[:4] == b"PK\x01\x02":
             known = len(problems)
@@ -302,7 +302,7 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
     return entries
 
 
-def read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, int]:
+def read_entry(raw: bytes, position: int, problems: Problems) -> tuple[DirectoryEntry, int]:
     """An entry, and where it ends. Note what torch and zipfile read differently, or one refuses."""
     fields = CENTRAL.unpack_from(raw, position)
     _, _, needed, flags, method, _, _, crc, stored, size, n_name, n_extra, n_comment, disk, _, marks, header = fields
@@ -336,7 +336,7 @@ def read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Entry, in
         problems.add("zip-directory-record", name, detail)
     if stored != size and (not method or not stored) and not (encrypted and stored > size):  # 12 bytes check the key
         problems.add("zip-headers-differ", name, f"{stored} bytes are stored as they are, but the entry says {size}")
-    entry = Entry(raw_name, flags, method, crc, stored, size, header)
+    entry = DirectoryEntry(raw_name, flags, method, crc, stored, size, header)
     return entry, name_at + n_name + n_extra + n_comment
 
 
@@ -361,7 +361,7 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _read_locals(
-    source: Source, entries: list[Entry], data_end: int, prefix: str, problems: Problems
+    source: Source, entries: list[DirectoryEntry], data_end: int, prefix: str, problems: Problems
 ) -> dict[str, Record]:
     """Each record, with its offset from its local header.
 

@@ -52,7 +52,7 @@ def _getter(library: Any, name: str, *arguments: Any) -> Callable[..., int]:
     return get
 
 
-class Driver:
+class CudaDriver:
     """The libcuda calls that are needed to copy bytes. Handles of streams, events and contexts are integers.
 
     ``current_context`` returns the context of this thread, or 0; ``set_context`` makes another one current.
@@ -125,13 +125,13 @@ class Driver:
 
 
 @cache
-def cuda_driver() -> Driver | None:
+def cuda_driver() -> CudaDriver | None:
     """The driver that torch uses; ``None`` if it is not NVIDIA's, or lacks a function used here."""
     import torch
 
     if sys.platform != "linux" or not torch.version.cuda:
         return None
     try:
-        return Driver(ctypes.CDLL("libcuda.so.1"))
+        return CudaDriver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 from transload.errors import CannotReadError
 from transload.frozen import Frozen
-from transload.io.cuda_driver import Driver, DriverError
+from transload.io.cuda_driver import CudaDriver, DriverError
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
 from transload.io.sources import FileSource, Source
 from transload.loading.jobs import (
@@ -350,7 +350,7 @@ class _PinnedSlot:
 class RingLane:
     """Reads jobs into pinned slots, from which devices copy; with a stream and events on each device it has used."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self.done = 0
         self.reusable = True
         self.transfer: Transfer
@@ -525,7 +525,7 @@ class _Part:
 class MappedLane(RingLane):
     """Pins pages of the file, from which the device copies; where that fails, it uses slots as other lanes do."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         super().__init__(driver)
         self._parts: deque[_Part] = deque()
         self._part_count = 0

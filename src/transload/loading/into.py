@@ -234,7 +234,7 @@ class Branch(NamedTuple):
         return "/".join(map(str, self.path))
 
 
-class Match(NamedTuple):
+class BranchMatch(NamedTuple):
     """A branch compared with a model: the tensor for each of the model's keys, and the tensors that are left over."""
 
     branch: Branch
@@ -304,7 +304,7 @@ def find(
     wanted: Mapping[str, Shape],
     prefix: str | None = None,
     user_rename: KeyFunction | None = None,
-) -> Match:
+) -> BranchMatch:
     """The branch that fits a model best, by keys and then by shapes.
 
     ``wanted`` are the model's keys with their shapes; ``user_rename`` renames those of the file. ``UsageError`` if two
@@ -323,7 +323,7 @@ def find(
             raise UsageError(f"no tensor name begins with the prefix {prefix!r}", where=checkpoint.path, fix=fix)
         chosen = named[-1:] or [Branch((start,), tensors, {})]
     prefixes, wrapped = _prefixes_of(wanted), any(map(_INNER.search, wanted))
-    matches: list[Match] = []
+    matches: list[BranchMatch] = []
     most = 0
     for branch in sorted(chosen, key=lambda branch: -len(branch.tensors)):
         if len(branch.tensors) < most:  # too few to be the best, as are those that follow
@@ -340,7 +340,7 @@ def find(
         matches.append(best)
         most = max(most, best.score[0])
     if not matches:
-        return Match(Branch((), {}, {}), Rename(), {}, {}, {})
+        return BranchMatch(Branch((), {}, {}), Rename(), {}, {}, {})
     score = max(match.score for match in matches)
     if score == (0, 0):
         return max(matches, key=lambda m: (len(m.branch.tensors) - len(m.branch.deep), -len(m.branch.path)))
@@ -356,12 +356,14 @@ def find(
     return equal[0]
 
 
-def _bytes(match: Match) -> dict[str, tuple[object, ...]]:
+def _bytes(match: BranchMatch) -> dict[str, tuple[object, ...]]:
     """Which bytes a match would load, by the model's keys."""
     return {key: (t.storage or t.path, t.offset, t.stride) for key, t in match.tensors.items()}
 
 
-def _match_with(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[str, Shape], rename: Rename) -> Match:
+def _match_with(
+    branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[str, Shape], rename: Rename
+) -> BranchMatch:
     """Compare a branch with the model after one rename; ``keys`` are the caller's renames, by key of the branch."""
     tensors: dict[str, Tensor] = {}
     origins: dict[str, str] = {}
@@ -382,7 +384,7 @@ def _match_with(branch: Branch, keys: Mapping[str, str | None], shapes: Mapping[
             rest[key if original in branch.deep else new] = tensor
     score = len(tensors), sum(shapes[name] in (None, tensor.shape) for name, tensor in tensors.items())
     changed = sum(keys[original] != name for name, original in origins.items())
-    return Match(branch, rename, tensors, origins, rest, changed, outside, score)
+    return BranchMatch(branch, rename, tensors, origins, rest, changed, outside, score)
 
 
 # -- the model

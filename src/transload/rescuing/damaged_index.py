@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 from transload.dtypes import STORAGES
 from transload.formats.pickle_machine import run_part
-from transload.formats.pickle_state import Machine, Sparse
+from transload.formats.pickle_state import PickleMachine, Sparse
 from transload.formats.rare_opcodes import opcodes
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, called
 
@@ -75,7 +75,7 @@ def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]
     Returns its object, all persistent ids, and the names of lost entries.
     """
     texts = _texts(data)
-    vm = Machine(data, 0, "data.pkl")
+    vm = PickleMachine(data, 0, "data.pkl")
     vm.memo = memo = _definitions(data, texts)
     entries = sorted(
         start
@@ -181,7 +181,7 @@ def _entry_end(data: bytes, start: int) -> int:
 # -- running parts
 
 
-def _runs(vm: Machine, part: bytes) -> bool:
+def _runs(vm: PickleMachine, part: bytes) -> bool:
     """Run a part, and return whether it succeeds, calls only globals, and refers only to storages."""
     calls, ids = len(vm.out.calls), len(vm.out.persistent)
     return (
@@ -191,9 +191,9 @@ def _runs(vm: Machine, part: bytes) -> bool:
     )
 
 
-def _run_alone(vm: Machine, part: bytes) -> list[Any]:
+def _run_alone(vm: PickleMachine, part: bytes) -> list[Any]:
     """Run a part with an empty stack, and return that stack; an empty one if the part is damaged."""
-    other = Machine(part, 0, "")
+    other = PickleMachine(part, 0, "")
     other.memo, other.out = vm.memo, vm.out
     return other.stack if _runs(other, part) and not other.meta else []
 
@@ -201,12 +201,12 @@ def _run_alone(vm: Machine, part: bytes) -> list[Any]:
 class _StackSnapshot:
     """The stack of a machine, so that it can be restored."""
 
-    def __init__(self, vm: Machine) -> None:
+    def __init__(self, vm: PickleMachine) -> None:
         self._frames = [(frame, len(frame), frame[-_KEPT:]) for frame in (*vm.meta, vm.stack)]
         holders = [frame[-1] for frame, length, _ in self._frames if length]
         self._holders = [(each, len(each.items or ())) for each in holders if type(each) in (Dict, Call)]
 
-    def restore(self, vm: Machine) -> None:
+    def restore(self, vm: PickleMachine) -> None:
         """Restore the stack; a failed part changes no more than its ``_KEPT`` topmost values."""
         for frame, length, top in self._frames:
             frame[max(0, length - len(top)) :] = top
@@ -217,7 +217,7 @@ class _StackSnapshot:
         vm.stack = self._frames[-1][0]
 
 
-def _is_continued(vm: Machine, name: object, last_key: str, key: str) -> bool:
+def _is_continued(vm: PickleMachine, name: object, last_key: str, key: str) -> bool:
     """Whether an entry after a gap belongs to the dictionary that was open before it.
 
     In the gap, that dictionary may have ended, and another with the same names begun: an optimizer has the same names
@@ -233,7 +233,7 @@ def _is_continued(vm: Machine, name: object, last_key: str, key: str) -> bool:
     return len(vm.meta) <= 1 or (numbered and 0 <= int(key) - int(last_key) - 1 <= len(names))
 
 
-def _is_ready(vm: Machine, *, last: bool = False) -> bool:
+def _is_ready(vm: PickleMachine, *, last: bool = False) -> bool:
     """Whether an entry of a dictionary can follow; after the ``last``, whether only the root is left."""
     stack, below = vm.stack, vm.meta[-1] if vm.meta else []
     if last:
@@ -245,7 +245,7 @@ def _is_ready(vm: Machine, *, last: bool = False) -> bool:
 
 
 def _retry(
-    vm: Machine, data: bytes, texts: list[int], start: int, end: int, state: _StackSnapshot, *, last: bool
+    vm: PickleMachine, data: bytes, texts: list[int], start: int, end: int, state: _StackSnapshot, *, last: bool
 ) -> None:
     """Continue within a damaged part, after the damage: at a text that can be a key, or where a dictionary ends."""
     for text in texts[:_MAX_RETRIES]:
@@ -257,7 +257,7 @@ def _retry(
         state.restore(vm)
 
 
-def _closed(vm: Machine) -> object:
+def _closed(vm: PickleMachine) -> object:
     """The root object, with the items of unfinished containers added to them."""
     while vm.meta:
         items = vm.stack
@@ -278,7 +278,7 @@ def _closed(vm: Machine) -> object:
 # -- names that every tensor uses
 
 
-def _repair_names(vm: Machine) -> None:
+def _repair_names(vm: PickleMachine) -> None:
     """Repair torch's names in calls and persistent ids, where only one fits."""
     every = {id(call.callee): call.callee for call in vm.out.calls if type(call.callee) is Global}
     ids = [(node, node.id) for node in vm.out.persistent if type(node.id) is tuple and len(node.id) in (5, 6)]

@@ -42,7 +42,7 @@ from transload.writing.output import (
     sibling_files,
 )
 from transload.writing.plan import SAFETENSORS_DTYPES, ConversionPlan, Options, member_name, notes
-from transload.writing.transfer import Entry, Job, check_source, read_back, write_file
+from transload.writing.transfer import ConversionJob, TargetTensor, check_source, read_back, write_file
 
 _LEFTOVERS_START = b'{\n "from": '
 """How every file of leftovers begins; no other file is replaced."""
@@ -88,7 +88,7 @@ def write_content(
         with suppress(AttributeError, OSError, ValueError):
             sources = file_identity(source.fileno())
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
-        job = Job(plan.content, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
+        job = ConversionJob(plan.content, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
         _WRITERS[format_](job, plan)
         if verify:
             check_source([*plan.entries, *plan.carried], job)
@@ -239,25 +239,25 @@ def _not_as_written(path: str, name: str = "it") -> ConvertError:
 
 # -- archives
 
-_Member = tuple[bytes, bytes, Entry]
+_Member = tuple[bytes, bytes, TargetTensor]
 """A name in the archive, the header before the bytes of an entry, and the entry."""
 
 
-def _records(members: Iterable[_Member], job: Job) -> Iterator[NewRecord]:
+def _records(members: Iterable[_Member], job: ConversionJob) -> Iterator[NewRecord]:
     for name, head, entry in members:
         size = len(head) + entry.nbytes
         chunks = partial(_chunks, head, entry, job)
         yield name, size, b"".join(chunk.view for chunk in chunks()) if size <= SMALL else chunks
 
 
-def _chunks(head: bytes, entry: Entry, job: Job) -> Iterator[Chunk]:
+def _chunks(head: bytes, entry: TargetTensor, job: ConversionJob) -> Iterator[Chunk]:
     yield from [Chunk(head)] if head else []
     for piece in job.pieces(entry, PIECE):
         yield Chunk(bytes(piece))  # a copy: the writer reads some pieces ahead
         job.progress(len(piece))
 
 
-def _write_torch(job: Job, plan: ConversionPlan) -> None:
+def _write_torch(job: ConversionJob, plan: ConversionPlan) -> None:
     """Write a zip archive like that of ``torch.save``, and check that our reader finds the same tensors in it."""
     storages = plan.storages
     file = job.bundle.add(job.dst)
@@ -296,10 +296,10 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 _json = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-def _write_safetensors(job: Job, plan: ConversionPlan) -> None:
+def _write_safetensors(job: ConversionJob, plan: ConversionPlan) -> None:
     """Write one file, or shards of at most ``max_shard_size`` bytes and their index."""
     max_size = plan.options.max_shard_size
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[TargetTensor]] = [[]]
     size = 0
     for entry in plan.entries:  # an entry larger than a shard gets its own shard
         if max_size and shards[-1] and size + entry.nbytes > max_size:
@@ -341,7 +341,7 @@ def _write_safetensors(job: Job, plan: ConversionPlan) -> None:
             job.bundle.remove(job.dst)  # loaders would prefer it to the shards
 
 
-def _header(entries: list[Entry], plan: ConversionPlan) -> bytes:
+def _header(entries: list[TargetTensor], plan: ConversionPlan) -> bytes:
     names = {entry.name for entry in entries}
     metadata = {"format": "pt", **plan.metadata, **{name: kept for name, kept in plan.aliases if kept in names}}
     lines = [f'"__metadata__":{_json(metadata)}']
@@ -365,7 +365,7 @@ _MAX_RANK = 64  # dimensions of an array from numpy 2.0 on; before that 32
 _MAX_NAME = 0xFFFF
 
 
-def _write_npz(job: Job, plan: ConversionPlan) -> None:
+def _write_npz(job: ConversionJob, plan: ConversionPlan) -> None:
     """Write the archive, and check that our reader finds the arrays in it."""
     members: list[_Member] = []
     for entry in plan.entries:
@@ -402,7 +402,7 @@ def _write_npz(job: Job, plan: ConversionPlan) -> None:
 # Tensor names are only in the index: nothing that a file says becomes a path.
 
 
-def _write_raw(job: Job, plan: ConversionPlan) -> None:
+def _write_raw(job: ConversionJob, plan: ConversionPlan) -> None:
     """Write the files and their index."""
     folder = job.bundle.add_folder(job.dst).hidden
     tensors: dict[str, Any] = {}

@@ -29,7 +29,7 @@ from transload.tensors.content import Allowance, Content, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
-from transload.writing.transfer import FLOATING, Entry, Job, cast_dtype
+from transload.writing.transfer import FLOATING, ConversionJob, TargetTensor, cast_dtype
 
 # -- options
 
@@ -161,13 +161,13 @@ class ConversionPlan:
     def __init__(self, content: Content, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
         source, self.metadata = _with_aliases(content)
-        self.entries: list[Entry] = []
+        self.entries: list[TargetTensor] = []
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
         self.omitted: list[Omission] = []
         self.renamed: list[tuple[str, str]] = []
         self.dropped: list[tuple[Path, Any]] = []
-        self.placed: list[Entry] = []
+        self.placed: list[TargetTensor] = []
         self.numbers: list[str] = []
         self._modules = _module_paths(source.checkpoint.tensors)
         into_objects = format_ != "torch"  # an array inside an object cannot go into a torch zip
@@ -191,11 +191,11 @@ class ConversionPlan:
             raise ConvertError(f"{format_} cannot hold any of its tensors: {name}: {why}", where=self.checkpoint.path)
 
     @property
-    def carried(self) -> list[Entry]:
+    def carried(self) -> list[TargetTensor]:
         """Tensors that a torch zip takes over as the calls that rebuild them."""
         return [entry for entry in self.placed if entry.call is not None]
 
-    def _select(self) -> list[Entry]:
+    def _select(self) -> list[TargetTensor]:
         """The requested tensors, named as in a ``state_dict()``."""
         checkpoint, strip = self.checkpoint, self.options.strip
         key = _dotted(self.options.key)
@@ -241,7 +241,7 @@ class ConversionPlan:
                 raise ConvertError(what, fix="Strip another prefix.")
             if unique != name:
                 self.renamed.append((name, unique))
-            selected.append(Entry(unique, tensor, cast_dtype(tensor.dtype, self.options.dtype)))
+            selected.append(TargetTensor(unique, tensor, cast_dtype(tensor.dtype, self.options.dtype)))
         return selected
 
     def _why_omitted(self, tensor: Tensor, key: str) -> str:
@@ -262,9 +262,9 @@ class ConversionPlan:
         hidden = inside[0] == "_buffers" and tensor.name.endswith(f"_buffers/{inside[1]}")
         return "a buffer registered with persistent=False" if hidden else ""
 
-    def _plan_entries(self, selected: Iterable[Entry]) -> None:
+    def _plan_entries(self, selected: Iterable[TargetTensor]) -> None:
         """Choose what the target can store: dense tensors, and the parts of tensors that consist of others."""
-        simple: list[Entry] = []
+        simple: list[TargetTensor] = []
         stack = [*selected][::-1]
         while stack:
             entry = stack.pop()
@@ -278,7 +278,7 @@ class ConversionPlan:
                 start = len(tensor.name) + 1 if tensor.name else 0
                 for part in reversed(tensor.parts):
                     dtype = cast_dtype(part.dtype, self.options.dtype)
-                    stack.append(Entry(f"{name}/{part.name[start:]}", part, dtype))
+                    stack.append(TargetTensor(f"{name}/{part.name[start:]}", part, dtype))
             else:
                 self.omitted.append(Omission(name, _CANNOT_HOLD.get(kind, f"it is {kind}"), lost=True))
         # A torch zip stores views as views and tied tensors under both names, so it writes no byte twice.
@@ -303,7 +303,7 @@ class ConversionPlan:
                 allowance.spend(tensor)
             self.entries.append(entry)
 
-    def _plan_torch(self, selected: list[Entry]) -> None:
+    def _plan_torch(self, selected: list[TargetTensor]) -> None:
         """Plan a torch zip: keep the structure of the source's object if possible, else write a flat dictionary."""
         checkpoint = self.checkpoint
         # The keys 1.0 and "1.0" share a path. Then paths identify no tensor.
@@ -329,10 +329,10 @@ class ConversionPlan:
             self._drop_everything(selected)
         self.storages = lay_out(self.placed, self.content)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
-        expand = Entry, TensorCalls(self.storages, checkpoint.storages).tensor
+        expand = TargetTensor, TensorCalls(self.storages, checkpoint.storages).tensor
         self.opening = opening_records(dumps(made, expand=expand))
 
-    def _drop_everything(self, selected: list[Entry]) -> None:
+    def _drop_everything(self, selected: list[TargetTensor]) -> None:
         """Drop the source's object, or what is below the key; its tensors are stored by themselves."""
         checkpoint = self.checkpoint
         if checkpoint.format == "gguf":
@@ -352,7 +352,7 @@ class ConversionPlan:
         if root is not None and checkpoint.format not in PROGRAMS:
             self.dropped.append((path, root))
 
-    def _root(self, selected: list[Entry]) -> tuple[Any, Path]:
+    def _root(self, selected: list[TargetTensor]) -> tuple[Any, Path]:
         """The object to convert and its path; ``None`` if the key does not name a container in the object."""
         root, wanted = self.checkpoint.root, _dotted(self.options.key)
         if not wanted:
@@ -438,7 +438,7 @@ def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
 _SHOWN = 20
 
 
-def notes(plan: ConversionPlan, job: Job, leftovers: Leftovers) -> Iterator[str]:
+def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Iterator[str]:
     """What else to know about the target, one sentence each."""
     named = _named_format(job.dst)
     if named and named != plan.format:

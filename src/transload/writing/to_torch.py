@@ -1,6 +1,6 @@
 """Build the contents of a torch zip without torch; ``torch.load`` accepts it with ``weights_only=True``.
 
-A ``Structure`` keeps the dictionaries and lists of the source, with an ``Entry`` for each tensor, and drops what
+A ``Structure`` keeps the dictionaries and lists of the source, with a ``TargetTensor`` for each tensor, and drops what
 ``weights_only`` would refuse; a pickled module becomes its state dict. ``lay_out`` decides which bytes become storages,
 and ``TensorCalls`` builds the calls in the pickle that refer to them. Tensors that only this format can store (sparse,
 quantized, nested) are carried over as the calls that rebuild them.
@@ -19,7 +19,7 @@ from transload.formats.tensors import call_items, last_pairs, node_at, short_key
 from transload.nodes import Call, Dict, Global, Persistent, called, storage_id
 from transload.tensors.content import Allowance, Content
 from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, Path, numpy_number, tensor_attributes
-from transload.writing.transfer import Entry
+from transload.writing.transfer import TargetTensor
 
 _MAX_PARTS = 10_000  # parts of a call that are examined
 _ORDERED_DICT = "collections.OrderedDict"
@@ -41,7 +41,7 @@ _OLD_CSR = "torch._utils._rebuild_sparse_csr_tensor"  # up to torch 1.13; with t
 _UNQUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 
-def carry_over(checkpoint: Checkpoint, entries: Iterable[Entry]) -> None:
+def carry_over(checkpoint: Checkpoint, entries: Iterable[TargetTensor]) -> None:
     """Set the calls of tensors that are carried over: only calls without anything unexpected in them."""
     if checkpoint.format not in _CARRIED_FORMATS:
         return
@@ -103,12 +103,12 @@ class Structure(BoundedWalk):
     """
 
     def __init__(
-        self, root: object, start: Path, entries: Iterable[Entry], *, known: frozenset[Path], modules: set[Path]
+        self, root: object, start: Path, entries: Iterable[TargetTensor], *, known: frozenset[Path], modules: set[Path]
     ) -> None:
         super().__init__()
         self._entries = {entry.tensor.path: entry for entry in entries}
         self._known, self._modules = known, modules
-        self.placed: list[Entry] = []
+        self.placed: list[TargetTensor] = []
         self.dropped: list[tuple[Path, Any]] = []
         self.numbers: list[str] = []
         kept = self._keep(root, start, 0)
@@ -164,7 +164,7 @@ class Structure(BoundedWalk):
                 inner = self._keep(value, step, depth + 1)
                 if inner is NOTHING:
                     continue
-                if type(inner) is Entry and type(key) is str and inner.tensor.name.endswith(key):
+                if type(inner) is TargetTensor and type(key) is str and inner.tensor.name.endswith(key):
                     # The tensor may have a new name, without a prefix that was stripped.
                     if len(inner.tensor.name) == len(key):
                         key = inner.name  # noqa: PLW2901 - the same key under its new name
@@ -195,13 +195,13 @@ def tie_of(tensor: Tensor) -> Any:
     return (tensor.storage, tensor.offset, tensor.shape, tuple(steps), tensor.dtype, tensor.flags)
 
 
-def overlapping(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+def overlapping(entries: Iterable[TargetTensor]) -> Iterator[list[TargetTensor]]:
     """Groups of entries whose bytes overlap in a storage of the source, directly or through others."""
-    storages: dict[str | None, list[tuple[int, int, Entry]]] = {}
+    storages: dict[str | None, list[tuple[int, int, TargetTensor]]] = {}
     for entry in entries:
         storages.setdefault(entry.tensor.storage, []).append((*byte_span(entry.tensor), entry))
     for spans in storages.values():
-        group: list[Entry] = []
+        group: list[TargetTensor] = []
         reached = 0
         for low, high, entry in sorted(spans, key=itemgetter(0, 1)):
             if group and low >= reached:
@@ -212,11 +212,11 @@ def overlapping(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         yield group
 
 
-def lay_out(entries: Iterable[Entry], content: Content) -> list[Entry]:
+def lay_out(entries: Iterable[TargetTensor], content: Content) -> list[TargetTensor]:
     """The storages of an object: tensors that overlap share one, every other tensor gets its own."""
     allowance = Allowance(content.checkpoint)
-    storages: list[Entry] = []
-    sharing: list[Entry] = []
+    storages: list[TargetTensor] = []
+    sharing: list[TargetTensor] = []
     alone: dict[Any, int] = {}
     for entry in entries:
         if entry.call is not None:
@@ -248,7 +248,7 @@ def lay_out(entries: Iterable[Entry], content: Content) -> list[Entry]:
             entry.storage = len(storages)
             entry.offset = entry.tensor.offset - low // ITEMSIZE[entry.dtype]
             entry.stride = entry.tensor.stride
-        storages.append(Entry(first.name, whole, dtype))
+        storages.append(TargetTensor(first.name, whole, dtype))
     return storages
 
 
@@ -262,14 +262,14 @@ class TensorCalls:
     keep the checkpoint alive in a reference cycle.
     """
 
-    def __init__(self, storages: list[Entry], source: Iterable[Storage]) -> None:
+    def __init__(self, storages: list[TargetTensor], source: Iterable[Storage]) -> None:
         self._storages = storages
         self._globals: dict[str, Global] = {}
         self._keys: dict[int, str] = {}
         self._source_storages = {storage.key: storage for storage in source}
         self._carried: dict[str, str] = {}
 
-    def tensor(self, entry: Entry) -> Any:
+    def tensor(self, entry: TargetTensor) -> Any:
         """The call that rebuilds a tensor."""
         if entry.call is not None:
             return self._carry(entry.call)
@@ -332,5 +332,5 @@ class TensorCalls:
                 dtype, width = "uint8", 1
             tensor = Tensor((), key, dtype, (storage.nbytes // width,), (1,), "cpu", storage.id)
             self._carried[key] = str(len(self._storages))
-            self._storages.append(Entry(storage.tensors[0] if storage.tensors else key, tensor, dtype))
+            self._storages.append(TargetTensor(storage.tensors[0] if storage.tensors else key, tensor, dtype))
         return Persistent(("storage", pid[1], self._carried[key], "cpu", pid[4]), 0)

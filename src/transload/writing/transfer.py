@@ -1,7 +1,7 @@
 """Move the bytes of tensors from the source to the target, and verify them.
 
-A ``Job`` yields the bytes of an ``Entry`` as the target stores them, converted by ``cast`` if the dtype changes.
-``write_file`` writes a file and reads it back in one pass, with several threads. ``formats.zip_writer`` writes
+A ``ConversionJob`` yields the bytes of a ``TargetTensor`` as the target stores them, converted by ``cast`` if the dtype
+changes. ``write_file`` writes a file and reads it back in one pass, with several threads. ``formats.zip_writer`` writes
 archives, and ``read_back`` compares their checksums. ``check_source`` compares the checksums that the source was saved
 with.
 """
@@ -40,7 +40,7 @@ _TRY_AGAIN = "Try again; if it happens again, the memory or the disk of this mac
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class TargetTensor:
     """A tensor of the target: its name, dtype and size there, and the source tensor.
 
     ``run`` is where a file of the source has exactly these bytes, ``crc32`` the checksum of the bytes written, if they
@@ -73,7 +73,7 @@ class Entry:
 
 
 @dataclass
-class Job:
+class ConversionJob:
     """A conversion in progress. ``progress`` is called with the number of bytes that were written or compared."""
 
     content: Content
@@ -83,7 +83,7 @@ class Job:
     verify: bool = True
     progress: Callable[[int], None] = lambda _: None
 
-    def pieces(self, entry: Entry, size: int = _PIECE) -> Iterator[Any]:
+    def pieces(self, entry: TargetTensor, size: int = _PIECE) -> Iterator[Any]:
         """The bytes, in pieces of at most ``size``, each valid until the next one is requested."""
         pieces = self.content.pieces(entry.tensor, min(size, _CAST_PIECE) if entry.is_cast else size)
         if not entry.is_cast:
@@ -103,7 +103,7 @@ class Job:
 # -- archives that were just written
 
 
-def read_back(source: Source, records: Sequence[Record], nbytes: int, job: Job) -> None:
+def read_back(source: Source, records: Sequence[Record], nbytes: int, job: ConversionJob) -> None:
     """Compare records with the checksums of what was written; ``ConvertError`` if any differs.
 
     ``nbytes`` is how many bytes progress counts.
@@ -129,7 +129,7 @@ _THREADS = 5  # may exceed the number of cores: the threads mostly wait for the 
 _DIRECT_FROM = 64 << 20  # bytes of a file from which O_DIRECT pays; smaller files may as well stay in the page cache
 
 
-def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job, where: str) -> None:
+def write_file(descriptor: int, head: bytes, entries: Sequence[TargetTensor], job: ConversionJob, where: str) -> None:
     """Write ``head`` and the bytes of entries, read them back if the job asks for it, and set the CRC-32 of each.
 
     Chunks are filled in file order, by one thread at a time; the same thread then checksums, writes, reads back and
@@ -139,13 +139,13 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
     size = len(head) + sum(entry.nbytes for entry in entries)
     nbytes = min(CHUNK, -(-max(size, 1) // PAGE) * PAGE)
     count = _THREADS if size > CHUNK and hasattr(os, "preadv") else 1  # Windows has one position for all threads
-    free = [Chunk(nbytes) for _ in range(count)]
+    free = [FileBuffer(nbytes) for _ in range(count)]
     parts: list[tuple[int, int, int, int]] = []  # index of the entry, file offset, length and checksum
 
-    def worker() -> Callable[[Chunk], None]:
-        copy, compute = Chunk(nbytes), fastest_crc32()
+    def worker() -> Callable[[FileBuffer], None]:
+        copy, compute = FileBuffer(nbytes), fastest_crc32()
 
-        def process(chunk: Chunk) -> None:
+        def process(chunk: FileBuffer) -> None:
             for index, at, length in chunk.parts:
                 parts.append((index, chunk.offset + at, length, compute(chunk.view[at : at + length], 0)))
             whole = -(-chunk.filled // PAGE) * PAGE  # O_DIRECT needs whole pages; the file is truncated at the end
@@ -172,7 +172,7 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[Entry], job: Job,
         entry.crc32 = found.get(index, 0)
 
 
-class Chunk:
+class FileBuffer:
     """A buffer for bytes from ``offset`` on in a file. ``parts`` are (index of the entry, start, length)."""
 
     def __init__(self, nbytes: int) -> None:
@@ -182,7 +182,9 @@ class Chunk:
         self.parts: list[tuple[int, int, int]] = []
 
 
-def _fill_chunks(head: bytes, entries: Sequence[Entry], job: Job, free: list[Chunk]) -> Iterator[Chunk]:
+def _fill_chunks(
+    head: bytes, entries: Sequence[TargetTensor], job: ConversionJob, free: list[FileBuffer]
+) -> Iterator[FileBuffer]:
     """The chunks of a file, in order. They are taken from ``free``; the caller must return them when written."""
     chunk = free.pop()
     for index, entry in enumerate((None, *entries), -1):
@@ -249,7 +251,7 @@ def _set_direct(descriptor: int, *, on: bool) -> bool:
     return False
 
 
-def check_source(entries: Sequence[Entry], job: Job) -> None:
+def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
     """Compare the checksums that the source was saved with; ``ConvertError`` if one is wrong.
 
     Storages whose checksum was computed while they were written are not read again.

@@ -32,7 +32,7 @@ from tests.fake_driver import (
 from transload.diagnose import probes
 from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
-from transload.machine import Answer, Cuda, CudaGpu, Nvml, NvmlGpu
+from transload.machine import ChildAnswer, Cuda, CudaGpu, Nvml, NvmlGpu
 
 TIMEOUT = 60.0
 CODES = (3, 34, 35, 46, 100, 101, 102, 214, 222, 304, 802, 803, 804, 805, 807, 999)
@@ -234,13 +234,15 @@ def test_no_driver(tmp_path: Path) -> None:
 )
 def test_loader_messages(message: str, state: str) -> None:
     outcome = Outcome("answered", ({"doing": "loading"}, {"failed": message}, {"done": True}), seconds=0.5)
-    assert probes.cuda_answer(outcome).answer == Answer(state, message, 0.5)  # type: ignore[arg-type]
+    assert probes.cuda_answer(outcome).answer == ChildAnswer(state, message, 0.5)  # type: ignore[arg-type]
 
 
 def test_child_that_could_not_be_started() -> None:
     outcome = Outcome("unasked", end="could not be started: /x does not exist")
-    assert probes.cuda_answer(outcome) == Cuda(Answer("unasked", "could not be started: /x does not exist"))
-    assert probes.nvml_answer(Host(), outcome) == Nvml(Answer("unasked", "could not be started: /x does not exist"))
+    assert probes.cuda_answer(outcome) == Cuda(ChildAnswer("unasked", "could not be started: /x does not exist"))
+    assert probes.nvml_answer(Host(), outcome) == Nvml(
+        ChildAnswer("unasked", "could not be started: /x does not exist")
+    )
 
 
 # -- NVML --------------------------------------------------------------------------------------------------------------
@@ -435,7 +437,7 @@ def test_no_experiment_where_cuda_works_or_no_variable_is_set(forged: ForgedHost
 
 @loadable
 def test_no_experiment_with_a_hung_driver(forged: ForgedHost) -> None:
-    hung = Cuda(Answer("hung", "hung in cuInit after 8.0 s", 8.0))
+    hung = Cuda(ChildAnswer("hung", "hung in cuInit after 8.0 s", 8.0))
     assert probes.experiments(forged.host, hung, TIMEOUT) == ()
 
 

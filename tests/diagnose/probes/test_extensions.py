@@ -13,7 +13,7 @@ from tests.fake_driver import returns
 
 from transload.diagnose.loader import Loader
 from transload.diagnose.probes.libraries import extensions
-from transload.machine import Extension, TorchInstall
+from transload.machine import ExtensionPackage, TorchInstall
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
 TORCH = f"{SITE}/torch"
@@ -47,11 +47,11 @@ INSTALL = TorchInstall(TORCH, "2.8.0+cu128", "12.8")
 
 def probe(
     root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL, path: tuple[str, ...] = (SITE,)
-) -> tuple[Extension, ...]:
+) -> tuple[ExtensionPackage, ...]:
     return extensions(Loader(tree_host(root, {**torch(), **tree})), path, install)
 
 
-def probe_one(root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL) -> Extension:
+def probe_one(root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL) -> ExtensionPackage:
     (extension,) = probe(root, tree, install)
     return extension
 
@@ -75,7 +75,7 @@ def test_unrelated_package_is_not_an_extension(tmp_path: Path) -> None:
 
 
 def test_extension_that_fits(tmp_path: Path) -> None:
-    assert probe_one(tmp_path, flash()) == Extension(
+    assert probe_one(tmp_path, flash()) == ExtensionPackage(
         "flash-attn", "2.8.3", f"{SITE}/{FLASH}", architectures=("sm_80", "sm_90a", "compute_90")
     )
 
@@ -242,7 +242,7 @@ def test_extension_without_torch(tmp_path: Path) -> None:
 
 def test_other_systems_report_only_the_metadata(tmp_path: Path) -> None:
     host = tree_host(tmp_path, flash(), uname=("Windows", "10", "AMD64"))
-    assert extensions(Loader(host), (SITE,), INSTALL) == (Extension("flash-attn", "2.8.3"),)
+    assert extensions(Loader(host), (SITE,), INSTALL) == (ExtensionPackage("flash-attn", "2.8.3"),)
 
 
 def test_garbage_in_packages(tmp_path: Path) -> None:
@@ -253,5 +253,5 @@ def test_garbage_in_packages(tmp_path: Path) -> None:
         f"{SITE}/apex-0.1.dist-info/METADATA": b"\xff" * 100,
     }
     extensions_by_name = {extension.package: extension for extension in probe(tmp_path, tree)}
-    assert extensions_by_name["xformers"] == Extension("xformers", "0.0.35")
+    assert extensions_by_name["xformers"] == ExtensionPackage("xformers", "0.0.35")
     assert extensions_by_name["apex"].version == "0.1"

@@ -15,7 +15,7 @@ from tests.each import each
 from transload.diagnose.children import Child, Outcome
 from transload.diagnose.host import Host
 from transload.diagnose.probes.python import question, torch_run
-from transload.machine import Answer, TorchRun, Unknown
+from transload.machine import ChildAnswer, TorchRun, Unknown
 
 TIMEOUT = 60.0
 
@@ -263,7 +263,7 @@ def test_interpreter_that_does_not_exist(tmp_path: Path) -> None:
     with Child(question(host), TIMEOUT) as child:
         result = torch_run(child.outcome())
     reason = f"could not be started: {tmp_path}/python does not exist"
-    assert result == TorchRun(Answer("unasked", reason), available=Unknown(reason))
+    assert result == TorchRun(ChildAnswer("unasked", reason), available=Unknown(reason))
 
 
 def test_program_that_is_not_an_interpreter(tmp_path: Path) -> None:

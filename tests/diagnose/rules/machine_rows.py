@@ -11,10 +11,10 @@ from transload.diagnose.case import Case
 from transload.diagnose.report import judge_machine
 from transload.diagnose.rules import BY_CODE
 from transload.findings import Finding
-from transload.machine import Answer, Cuda, Experiment, Kernel, Machine, Node, Nvml
+from transload.machine import ChildAnswer, Cuda, Experiment, Kernel, Machine, Node, Nvml
 
 RULES = list(BY_CODE.values())
-NO_LIBRARY = Answer("no-library", "libcuda.so.1: cannot open shared object file: No such file or directory")
+NO_LIBRARY = ChildAnswer("no-library", "libcuda.so.1: cannot open shared object file: No such file or directory")
 
 
 def find(code: str, machine: Machine) -> Finding | None:
@@ -62,7 +62,7 @@ def driver_not_loaded(machine: Machine, **kernel_facts: Any) -> Machine:
         kernel=Kernel(loaded=False, built_for=(), secure_boot=False),
         nodes__found=absent,
         nodes__majors={},
-        driver__nvml=Nvml(Answer("answered"), init=9),
+        driver__nvml=Nvml(ChildAnswer("answered"), init=9),
     )
     return changed(machine, **{f"kernel__{name}": value for name, value in kernel_facts.items()})
 

@@ -22,7 +22,7 @@ from tests.each import each
 
 from transload.diagnose.report import judge_machine
 from transload.machine import (
-    Answer,
+    ChildAnswer,
     Cuda,
     Hardware,
     Library,
@@ -195,7 +195,7 @@ def test_cuinit_runs_out_of_memory_with_several_cards_under_wsl() -> None:
 
 
 def hung(machine: Machine) -> Machine:
-    return dead(changed(machine, driver__cuda=Cuda(Answer("hung", "in cuInit", 5.0))))
+    return dead(changed(machine, driver__cuda=Cuda(ChildAnswer("hung", "in cuInit", 5.0))))
 
 
 @each("environment", [lambda m: m, in_container, in_slurm, in_wsl])
@@ -208,7 +208,7 @@ def test_hung_driver(environment: Any) -> None:
 
 
 def test_hung_nvml_is_a_warning_while_cuda_works() -> None:
-    machine = changed(healthy(), driver__nvml=Nvml(Answer("hung", "in nvmlInit_v2", 5.0)))
+    machine = changed(healthy(), driver__nvml=Nvml(ChildAnswer("hung", "in nvmlInit_v2", 5.0)))
     assert finding_of("X02", machine).severity == "warning"
 
 
@@ -218,7 +218,7 @@ def test_hang_caused_by_a_variable_is_not_blamed_on_the_driver() -> None:
 
 @each("code", [9, 4, 18, 999])
 def test_nvml_failure_under_wsl_is_a_note_while_cuda_works(code: int) -> None:
-    machine = changed(in_wsl(healthy()), driver__nvml=Nvml(Answer("answered"), init=code))
+    machine = changed(in_wsl(healthy()), driver__nvml=Nvml(ChildAnswer("answered"), init=code))
     assert finding_of("U12", machine).severity == "note"
     assert alarms(machine) == []
     assert find("U12", refused(machine, 100)) is None
@@ -249,7 +249,7 @@ def test_evidence_of_an_unexplained_failure_omits_what_does_not_work() -> None:
 
 
 def test_crash_in_cuinit_is_reported_as_a_crash() -> None:
-    machine = dead(changed(healthy(), driver__cuda=Cuda(Answer("crashed", "SIGSEGV in cuInit", 0.2))))
+    machine = dead(changed(healthy(), driver__cuda=Cuda(ChildAnswer("crashed", "SIGSEGV in cuInit", 0.2))))
     assert causes(machine) == ["X08"]
     assert "crashes" in finding_of("X08", machine).title
 
@@ -274,7 +274,7 @@ def test_no_device_is_not_a_fault_without_any_sign_of_a_card() -> None:
         kernel__loaded=Unknown("/sys is not mounted"),
         kernel__gpus=(),
         nodes=Nodes(),
-        driver__nvml=Nvml(Answer("answered"), init=9),
+        driver__nvml=Nvml(ChildAnswer("answered"), init=9),
     )
     assert alarms(no_sign) == []
     assert find("H01", no_sign) is not None
@@ -287,9 +287,11 @@ def test_no_device_is_not_a_fault_without_any_sign_of_a_card() -> None:
 def shimmed(state: Any) -> Machine:
     """A machine without a card, whose libcuda.so.1 is a shim that crashes or hangs, in our probe and in torch."""
     lib = Library("libcuda.so.1", "/opt/shim/libcuda.so.1", "", "LD_LIBRARY_PATH", "", "other")
-    machine = changed(bare(), driver__libraries__cuda=(lib,), driver__cuda=Cuda(Answer(state, "in cuInit"), lib.path))
+    machine = changed(
+        bare(), driver__libraries__cuda=(lib,), driver__cuda=Cuda(ChildAnswer(state, "in cuInit"), lib.path)
+    )
     machine = with_variables(machine, LD_LIBRARY_PATH="/opt/shim")
-    return changed(machine, torch_run=TorchRun(Answer(state, "in available")))
+    return changed(machine, torch_run=TorchRun(ChildAnswer(state, "in available")))
 
 
 @each(("state", "code"), [("crashed", "X08"), ("hung", "X02")])

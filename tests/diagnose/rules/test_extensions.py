@@ -9,13 +9,13 @@ from tests.diagnose.rules.machine_rows import alarms, find
 from tests.diagnose.rules.torch_rows import finding_of
 from tests.each import each
 
-from transload.machine import Extension, Machine, Toolkit, Torch, TorchRun
+from transload.machine import ExtensionPackage, Machine, Toolkit, Torch, TorchRun
 
 SYMBOL = "_ZN3c104cuda9SetDeviceEi"
 
 
 def with_extension(package: str, version: str = "1.0", machine: Machine | None = None, **facts: Any) -> Machine:
-    return changed(machine or healthy(), extensions=(Extension(package, version, **facts),))
+    return changed(machine or healthy(), extensions=(ExtensionPackage(package, version, **facts),))
 
 
 def test_torchvision_for_another_torch() -> None:
@@ -70,7 +70,7 @@ def test_fix_installs_torchvision_from_the_index_of_torchs_build() -> None:
     fix = finding_of("P06", machine, "warning").fix
     assert not any("--no-binary" in line for line in fix)
     assert any("torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cpu" in line for line in fix)
-    two = (*machine.extensions, Extension("flash-attn", undefined=(SYMBOL,)))
+    two = (*machine.extensions, ExtensionPackage("flash-attn", undefined=(SYMBOL,)))
     both = finding_of("P06", changed(machine, extensions=two), "warning").fix
     assert next(line for line in both if "--no-binary" in line).endswith("flash-attn")
 

@@ -32,7 +32,7 @@ from tests.diagnose.rules.machine_rows import (
 )
 from tests.each import each
 
-from transload.machine import Answer, Cuda, Library, Machine, Nvml, Step
+from transload.machine import ChildAnswer, Cuda, Library, Machine, Nvml, Step
 
 STUBS = "/usr/local/cuda/lib64/stubs"
 COMPAT = "/usr/local/cuda/compat"
@@ -139,7 +139,7 @@ def test_libraries_of_another_release_than_the_module(code: int) -> None:
 
 
 def test_nvml_reports_the_version_mismatch() -> None:
-    machine = changed(refused(healthy(), 804), driver__nvml=Nvml(Answer("answered"), init=18))
+    machine = changed(refused(healthy(), 804), driver__nvml=Nvml(ChildAnswer("answered"), init=18))
     assert causes(machine) == ["U01"]
     assert "nvmlInit returned 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in finding_of("U01", machine).evidence
 
@@ -182,14 +182,14 @@ def test_variable_that_hides_the_card_is_not_a_mismatch() -> None:
 def test_file_that_is_not_a_usable_library(state: Any, problem: str, environment: Any) -> None:
     machine = environment(healthy())
     lib = replace(machine.driver.libraries.libcuda, problem=problem)
-    answer = Answer(state, "libcuda.so.1: file too short")
+    answer = ChildAnswer(state, "libcuda.so.1: file too short")
     machine = dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
     assert causes(machine) == ["U13"]
     assert "libcuda.so.1 could not be used: libcuda.so.1: file too short" in finding_of("U13", machine).evidence
 
 
-@each("answer", [Answer("answered"), Answer("crashed", "SIGABRT"), Answer("hung", "in cuInit")])
-def test_other_library_named_libcuda_on_the_search_path(answer: Answer) -> None:
+@each("answer", [ChildAnswer("answered"), ChildAnswer("crashed", "SIGABRT"), ChildAnswer("hung", "in cuInit")])
+def test_other_library_named_libcuda_on_the_search_path(answer: ChildAnswer) -> None:
     other = replace(library("libcuda.so.1", "", "LD_LIBRARY_PATH", "/opt/shim"), kind="other")
     cuda = Cuda(answer, other.target, 999 if answer.answered else -1)
     machine = loading(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
@@ -314,7 +314,7 @@ def test_wsl_1_is_a_note() -> None:
 def unloadable(machine: Machine, detail: str, **facts: Any) -> Machine:
     """A machine whose libcuda.so.1 in the system's library folder cannot be loaded."""
     lib = replace(library("libcuda.so.1"), **facts)
-    answer = Answer("not-loadable", detail)
+    answer = ChildAnswer("not-loadable", detail)
     return dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
 
 
@@ -363,7 +363,7 @@ def test_library_outside_the_search_path_is_only_probable_where_torch_was_not_ru
 
 def test_fix_stops_the_persistence_daemon_before_unloading_the_modules() -> None:
     machine = changed(refused(healthy(), 803), driver__libraries__cuda=(library("libcuda.so.1", "595.58.03"),))
-    machine = changed(machine, driver__nvml=Nvml(Answer("answered"), init=18))
+    machine = changed(machine, driver__nvml=Nvml(ChildAnswer("answered"), init=18))
     fix = finding_of("U01", machine).fix
     assert fix.index("$ sudo systemctl stop nvidia-persistenced") + 1 == fix.index(
         "$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia"

@@ -24,7 +24,7 @@ from tests.each import each
 
 from transload.diagnose.case import Case
 from transload.diagnose.report import judge_machine
-from transload.machine import Answer, Cuda, Hardware, Kernel, Machine, Nodes, Nvml, Surroundings, Unknown
+from transload.machine import ChildAnswer, Cuda, Hardware, Kernel, Machine, Nodes, Nvml, Surroundings, Unknown
 
 Change = Callable[[Machine], Machine]
 UNKNOWN = Unknown("not readable")
@@ -67,8 +67,8 @@ ODDITIES: tuple[Change, ...] = (
     fact(driver__libraries__cuda=(library("libcuda.so.1", "nonsense"),)),
     fact(driver__libraries__cuda=(replace(library("libcuda.so.1", "535.1"), kind="compat", via="LD_LIBRARY_PATH"),)),
     fact(driver__libraries__ptx_compiler=()),
-    fact(driver__nvml=Nvml(Answer("crashed", "SIGSEGV"))),
-    fact(driver__nvml=Nvml(Answer("answered"), init=18)),
+    fact(driver__nvml=Nvml(ChildAnswer("crashed", "SIGSEGV"))),
+    fact(driver__nvml=Nvml(ChildAnswer("answered"), init=18)),
     without_nvml_gpus,
     lambda machine: with_gpu(machine, mig="enabled", virtualization="vgpu", fabric="in-progress", remap_failure=True),
     fact(platform__root=True, platform__suspends=2, platform__address_space=1 << 30),
@@ -81,9 +81,9 @@ ODDITIES: tuple[Change, ...] = (
 FAILURES: tuple[Change, ...] = (
     *(lambda machine, code=code: refused(machine, code) for code in (2, 3, 34, 35, 46, 100, 101, 304, 802, 803, 805)),
     *(lambda machine, code=code: refused(machine, code) for code in (804, 807, 999, 12345)),
-    fact(driver__cuda=Cuda(Answer("hung"))),
-    fact(driver__cuda=Cuda(Answer("crashed"))),
-    fact(driver__cuda=Cuda(Answer("not-loadable", "file too short"))),
+    fact(driver__cuda=Cuda(ChildAnswer("hung"))),
+    fact(driver__cuda=Cuda(ChildAnswer("crashed"))),
+    fact(driver__cuda=Cuda(ChildAnswer("not-loadable", "file too short"))),
     no_libcuda,
     driver_not_loaded,
 )
@@ -125,7 +125,7 @@ def test_findings_are_well_formed_whatever_is_wrong(seed: int) -> None:
         fact(driver__libraries__cuda=(library("libcuda.so.1", via="disk"),)),
         fact(driver__cuda=refused(healthy(), 100).driver.cuda),
         fact(driver__cuda=refused(healthy(), 34).driver.cuda),
-        fact(driver__cuda=Cuda(Answer("crashed", "SIGABRT"))),
+        fact(driver__cuda=Cuda(ChildAnswer("crashed", "SIGABRT"))),
         fact(kernel__mps_directory="/run/mps", kernel__secure_boot=True),
     ],
 )

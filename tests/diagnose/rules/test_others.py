@@ -10,7 +10,7 @@ from tests.diagnose.rules.machine_rows import alarms, cause, find
 from tests.diagnose.rules.torch_rows import amd, finding_of, with_variables, without_torch
 from tests.each import each
 
-from transload.machine import Accelerator, Answer, Cuda, Machine, Node, PciDevice, Torch
+from transload.machine import Accelerator, ChildAnswer, Cuda, Machine, Node, PciDevice, Torch
 
 AMD_CARD = PciDevice("0000:03:00.0", 0x1002, 0x744C, 0x030000, "amdgpu", "D0")
 
@@ -106,7 +106,7 @@ def test_rocm_build_without_code_for_the_chip() -> None:
 
 
 def test_windows_without_a_driver() -> None:
-    windows = changed(healthy(), platform__system="Windows", driver__cuda=Cuda(Answer("no-library", "nvcuda.dll")))
+    windows = changed(healthy(), platform__system="Windows", driver__cuda=Cuda(ChildAnswer("no-library", "nvcuda.dll")))
     machine = changed(no_torch_run(windows))
     assert finding_of("W01", machine).title.startswith("probably: ")
     no_sign_of_a_card = changed(machine, hardware__pci=(), driver__nvml=bare().driver.nvml)

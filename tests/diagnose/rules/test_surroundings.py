@@ -23,7 +23,7 @@ from tests.diagnose.rules.machine_rows import (
 from tests.each import each
 
 from transload.diagnose.report import judge_machine
-from transload.machine import Answer, Cuda, Hardware, Machine, Nodes, Nvml, Surroundings, Unknown
+from transload.machine import ChildAnswer, Cuda, Hardware, Machine, Nodes, Nvml, Surroundings, Unknown
 
 
 def container_without_gpu(kind: str = "docker") -> Machine:
@@ -289,7 +289,7 @@ def test_cpu_build_chosen_while_the_image_was_built() -> None:
 
 
 def test_no_cause_where_the_driver_was_not_queried() -> None:
-    not_queried = changed(container_without_gpu(), driver__cuda=Cuda(Answer("unasked")))
+    not_queried = changed(container_without_gpu(), driver__cuda=Cuda(ChildAnswer("unasked")))
     assert causes(changed(not_queried, torch_run=healthy().torch_run)) == []
     assert cause(not_queried) == ""
 

@@ -18,10 +18,10 @@ from tests.each import each
 
 from transload.diagnose.report import judge_machine
 from transload.findings import Finding
-from transload.machine import Answer, Cuda, Hardware, Library, Machine, Nvml, Step, TorchRun
+from transload.machine import ChildAnswer, Cuda, Hardware, Library, Machine, Nvml, Step, TorchRun
 
 REASON = "could not be started: /usr/bin/python3: permission denied"
-NOT_STARTED = Answer("unasked", REASON)
+NOT_STARTED = ChildAnswer("unasked", REASON)
 ENVIRONMENTS = {"host": lambda machine: machine, "docker": in_container, "slurm": in_slurm, "wsl": in_wsl}
 
 
@@ -96,7 +96,7 @@ def test_torch_not_run_is_a_warning_where_the_driver_answers_or_there_is_no_gpu(
 
 @each("machine", [no_torch_run(healthy()), no_torch_run(bare()), without_answers(bare()), Machine()])
 def test_probes_that_were_not_requested_are_not_reported(machine: Machine) -> None:
-    not_requested = changed(machine, torch_run__answer=Answer())
+    not_requested = changed(machine, torch_run__answer=ChildAnswer())
     assert "X13" not in alarms(not_requested)
 
 
@@ -116,16 +116,18 @@ def test_working_torch_is_enough_without_answers_of_the_driver() -> None:
     ],
 )
 def test_fix_depends_on_the_reason(reason: str, line: str) -> None:
-    machine = changed(no_child_started(healthy()), driver__cuda=Cuda(Answer("unasked", reason)), torch_run=TorchRun())
+    machine = changed(
+        no_child_started(healthy()), driver__cuda=Cuda(ChildAnswer("unasked", reason)), torch_run=TorchRun()
+    )
     assert line in finding_of("X13", machine).fix
 
 
-CRASHED = Answer("crashed", "SIGSEGV in cuInit", 0.2)
+CRASHED = ChildAnswer("crashed", "SIGSEGV in cuInit", 0.2)
 STEPS = (Step("import", ok=True), Step("available", ok=False, error="SIGSEGV in available"))
 
 
 def crashing(lib: Library) -> Machine:
-    run = TorchRun(Answer("crashed", "SIGSEGV in available"), "2.13.0+cu130", steps=STEPS)
+    run = TorchRun(ChildAnswer("crashed", "SIGSEGV in available"), "2.13.0+cu130", steps=STEPS)
     return changed(bare(), driver__libraries__cuda=(lib,), driver__cuda=Cuda(CRASHED), torch_run=run)
 
 

@@ -19,7 +19,17 @@ from tests.diagnose.machines import (
 from tests.diagnose.rules.machine_rows import finding_of as any_finding_of
 
 from transload.findings import Finding
-from transload.machine import Accelerator, Answer, Experiment, Machine, PciDevice, Step, Torch, TorchLibraries, TorchRun
+from transload.machine import (
+    Accelerator,
+    ChildAnswer,
+    Experiment,
+    Machine,
+    PciDevice,
+    Step,
+    Torch,
+    TorchLibraries,
+    TorchRun,
+)
 
 FAULTLESS: dict[str, Machine] = {
     "healthy": healthy(),
@@ -78,7 +88,7 @@ def failing(machine: Machine, name: str, error: str, **facts: Any) -> Machine:
 def crashed_or_hung(machine: Machine, state: Any, detail: str, step: str = "import") -> Machine:
     """The machine on which torch crashes or hangs in a step."""
     steps = [Step(passed, ok=True) for passed in STEPS[: STEPS.index(step)]]
-    run = TorchRun(Answer(state, detail), steps=(*steps, Step(step, ok=False, error=detail)))
+    run = TorchRun(ChildAnswer(state, detail), steps=(*steps, Step(step, ok=False, error=detail)))
     return replace(machine, torch_run=run)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from transload.errors import TransloadError
-from transload.io.cuda_driver import Driver, DriverError, cuda_driver
+from transload.io.cuda_driver import CudaDriver, DriverError, cuda_driver
 
 NAMES = (
     "cuDevicePrimaryCtxRetain",
@@ -69,7 +69,7 @@ def library() -> Library:
 
 
 def test_context_is_set_and_restored(library: Library) -> None:
-    cuda = Driver(library)
+    cuda = CudaDriver(library)
     library.outputs.update(cuCtxGetCurrent=0x77, cuDevicePrimaryCtxRetain=0x100)
     before = cuda.current_context()
     cuda.set_device(1)
@@ -84,7 +84,7 @@ def test_context_is_set_and_restored(library: Library) -> None:
 
 
 def test_streams_and_events_are_created_and_destroyed(library: Library) -> None:
-    cuda = Driver(library)
+    cuda = CudaDriver(library)
     library.outputs.update(cuStreamCreate=0x10, cuEventCreate=0x20)
     cuda.destroy([cuda.create_stream()], [cuda.create_event(), cuda.create_event()])
     assert library.calls == [
@@ -98,11 +98,11 @@ def test_streams_and_events_are_created_and_destroyed(library: Library) -> None:
 
 
 def test_current_context_of_a_thread_without_one_is_zero(library: Library) -> None:
-    assert Driver(library).current_context() == 0
+    assert CudaDriver(library).current_context() == 0
 
 
 def test_memory_is_pinned_for_all_devices_and_unpinned(library: Library) -> None:
-    cuda = Driver(library)
+    cuda = CudaDriver(library)
     cuda.pin(4096, 8192)
     cuda.pin(1 << 40, 4096, read_only=True)
     cuda.unpin(4096)
@@ -114,7 +114,7 @@ def test_memory_is_pinned_for_all_devices_and_unpinned(library: Library) -> None
 
 
 def test_copies_events_and_waits_call_the_driver(library: Library) -> None:
-    cuda = Driver(library)
+    cuda = CudaDriver(library)
     cuda.stream_wait_event(7, 8)
     cuda.copy([(1 << 45, 2, 3), (4, 5, 6)], 7)
     cuda.record_event(9, 7)
@@ -143,7 +143,7 @@ def test_many_copies_are_one_batch_call_if_available(count: int) -> None:
 
     library.cuMemcpyBatchAsync_v2 = batch  # type: ignore[attr-defined]
     copies = [((1 << 45) + index, 100 + index, 1 + index) for index in range(count)]
-    Driver(library).copy(copies, 77)
+    CudaDriver(library).copy(copies, 77)
     if count >= 8:
         assert [tuple(each) for each in zip(*arrays, strict=True)] == copies
         assert library.calls == []
@@ -152,7 +152,7 @@ def test_many_copies_are_one_batch_call_if_available(count: int) -> None:
 
 
 def test_copy_of_nothing_makes_no_call(library: Library) -> None:
-    Driver(library).copy([], 1)
+    CudaDriver(library).copy([], 1)
     assert library.calls == []
 
 
@@ -162,14 +162,14 @@ def test_can_pin_read_only_queries_the_device_attribute(
 ) -> None:
     library.return_codes["cuDeviceGetAttribute"] = code
     library.outputs["cuDeviceGetAttribute"] = value
-    assert Driver(library).can_pin_read_only(1) is expected
+    assert CudaDriver(library).can_pin_read_only(1) is expected
     assert library.calls == [("cuDeviceGetAttribute", (113, 1))]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "cuDeviceGetAttribute"])
 def test_nonzero_return_code_is_a_driver_error(name: str, library: Library) -> None:
     library.return_codes[name] = 700
-    cuda = Driver(library)
+    cuda = CudaDriver(library)
     with pytest.raises(DriverError, match="700") as raised:
         _call_all(cuda)
     assert isinstance(raised.value, TransloadError)
@@ -177,7 +177,7 @@ def test_nonzero_return_code_is_a_driver_error(name: str, library: Library) -> N
     assert name.removesuffix("_v2") in str(raised.value)
 
 
-def _call_all(cuda: Driver) -> None:
+def _call_all(cuda: CudaDriver) -> None:
     cuda.current_context()
     cuda.set_device(0)
     cuda.destroy([cuda.create_stream()], [cuda.create_event()])

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from transload._version import __version__
 from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.host import Host
-from transload.machine import Answer, Cuda, CudaGpu, Driver, Experiment, Machine, Nvml, NvmlGpu, Python, TorchRun
+from transload.machine import ChildAnswer, Cuda, CudaGpu, Driver, Experiment, Machine, Nvml, NvmlGpu, Python, TorchRun
 
 _DRIVER = 8.0
 """Seconds for the driver. It needs most of them with many cards and no persistence daemon, or when WSL is cold."""
@@ -125,7 +125,7 @@ def probe(
             run.end_by(begun + _DRIVER)
         left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
         tried: tuple[Experiment, ...] = attempt("experiments", (), experiments, here, cuda, left)
-        ran = TorchRun(Answer(detail=unasked))
+        ran = TorchRun(ChildAnswer(detail=unasked))
         if run:
             progress("running torch")
             ended = run.outcome(idle or (inf if timeout else IDLE), waiting("running torch"))
@@ -167,7 +167,7 @@ def nvml_answer(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvm
     return Nvml(_answer(outcome, "nvml"), **outcome.fields_of(Nvml), gpus=tuple(gpus))
 
 
-def _answer(outcome: Outcome, which: str) -> Answer:
+def _answer(outcome: Outcome, which: str) -> ChildAnswer:
     facts, answer = outcome.facts, outcome.answer
     if "failed" in facts:
         words = facts["failed"]
@@ -175,7 +175,7 @@ def _answer(outcome: Outcome, which: str) -> Answer:
         begins = r"(?:Error loading shared library |Could not find module '|dlopen\()?(?:\S*/)?"
         named = re.match(f"{begins}(?:{'|'.join(map(re.escape, _NAMES[which]))})", words)
         absent = named and re.search(r"No such file or directory|no such file|Could not find module", words)
-        return Answer("no-library" if absent else "not-loadable", words, answer.seconds)
+        return ChildAnswer("no-library" if absent else "not-loadable", words, answer.seconds)
     if "missing" in facts:
         return replace(answer, state="no-symbol", detail=f"it has no {facts['missing']}")
     return answer

@@ -15,7 +15,7 @@ from transload.diagnose.probes.ask import Report, mapped
 DEVICES = 256  # The most devices to ask about, whatever count the driver returns.
 
 
-class Driver:
+class DriverLibrary:
     """A loaded library. Each call is reported before it is made."""
 
     def __init__(self, report: Report, name: str) -> None:
@@ -78,7 +78,7 @@ CAPABILITY, INTEGRATED, COMPUTE_MODE = (75, 76), 18, 20
 """Of ``CUdevice_attribute``."""
 
 
-def ask_cuda(driver: Driver) -> None:
+def ask_cuda(driver: DriverLibrary) -> None:
     """Report everything, the version first: it is known even if ``cuInit`` fails or hangs."""
     say = driver.report.say
     say(library=driver.file("cuInit"))
@@ -95,7 +95,7 @@ def ask_cuda(driver: Driver) -> None:
     driver.report.done()
 
 
-def cuda_gpu(driver: Driver, ordinal: int) -> dict[str, object]:
+def cuda_gpu(driver: DriverLibrary, ordinal: int) -> dict[str, object]:
     """The fields of a ``CudaGpu``."""
     device = ctypes.c_int(ordinal)
 
@@ -144,7 +144,7 @@ FABRIC = ("not-supported", "not-started", "in-progress", "completed")
 VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
 
 
-def ask_nvml(driver: Driver) -> None:
+def ask_nvml(driver: DriverLibrary) -> None:
     """Report everything."""
     say = driver.report.say
     say(library=driver.file("nvmlInit_v2"))
@@ -176,13 +176,13 @@ def ask_nvml(driver: Driver) -> None:
     driver.report.done()
 
 
-def nvml_card(driver: Driver, index: int) -> tuple[ctypes.c_void_p, int]:
+def nvml_card(driver: DriverLibrary, index: int) -> tuple[ctypes.c_void_p, int]:
     """The handle of a card, and the result of getting it."""
     card = ctypes.c_void_p()
     return card, driver.call_newest("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(card))
 
 
-def nvml_gpu(driver: Driver, index: int) -> dict[str, object]:
+def nvml_gpu(driver: DriverLibrary, index: int) -> dict[str, object]:
     """The fields of an ``NvmlGpu``, or only the code if that is an error. Each process is a pair: pid and bytes."""
     card, code = nvml_card(driver, index)
     if code:
@@ -266,4 +266,4 @@ def word(words: tuple[str, ...], numbers: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    {"cuda": ask_cuda, "nvml": ask_nvml}[sys.argv[-2]](Driver(Report(), sys.argv[-1]))
+    {"cuda": ask_cuda, "nvml": ask_nvml}[sys.argv[-2]](DriverLibrary(Report(), sys.argv[-1]))

@@ -13,7 +13,16 @@ from transload.diagnose.host import Host
 from transload.diagnose.loader import Elf, Loader, Process, SharedObject, UndefinedSymbol, elements, read_elf
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import CUDA_LIBRARY, table
-from transload.machine import DriverLibraries, Extension, Kind, Library, Resolved, TorchInstall, TorchLibraries, Unknown
+from transload.machine import (
+    DriverLibraries,
+    ExtensionPackage,
+    Kind,
+    Library,
+    Resolved,
+    TorchInstall,
+    TorchLibraries,
+    Unknown,
+)
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
 
@@ -380,7 +389,7 @@ _CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
 _BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
 
 
-def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None) -> tuple[Extension, ...]:
+def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None) -> tuple[ExtensionPackage, ...]:
     """The extensions on an import path, checked against the torch that would be imported."""
     host = loader.host
     known = table("packages")["extensions"].split()
@@ -396,7 +405,7 @@ def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None
     return tuple(_extension(process, install, each) for each in found.values())
 
 
-def _extension(process: Process | None, install: TorchInstall | None, dist: Distribution) -> Extension:
+def _extension(process: Process | None, install: TorchInstall | None, dist: Distribution) -> ExtensionPackage:
     """What its metadata says, and what its libraries need in ``process``."""
     host, module, stated = dist.host, dist.name.replace("-", "_"), dist.version
     written = assigned(host.text(f"{dist.site}/{module}/version.py", 4096) or "").get("__version__", "")
@@ -408,7 +417,7 @@ def _extension(process: Process | None, install: TorchInstall | None, dist: Dist
         if pinned and "extra" not in (pinned[2] or ""):
             wants = pinned[1].replace(" ", "")
             break
-    bare = Extension(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
+    bare = ExtensionPackage(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
     if process is None:
         return bare
     # The libraries in RECORD, else those with its name.

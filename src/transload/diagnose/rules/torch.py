@@ -11,7 +11,7 @@ from transload.diagnose import fixes, tables
 from transload.diagnose.case import Case, Found, Lines, Match, rules, torch_says
 from transload.diagnose.tables import CUDA_LIBRARY, index_builds, numbers_of, releases
 from transload.findings import Severity
-from transload.machine import AMD, Extension, Resolved
+from transload.machine import AMD, ExtensionPackage, Resolved
 from transload.render.words import plural
 
 _FIRST_MANYLINUX_2_28 = (2, 7)
@@ -507,7 +507,7 @@ _NEWEST = ("--no-deps", "--upgrade")
 _UNSTABLE = re.compile(r"dev|git|a\d|b\d|rc\d|nv\d")
 
 
-def _named(extension: Extension) -> str:
+def _named(extension: ExtensionPackage) -> str:
     return f"{extension.package} {extension.version}".rstrip()
 
 
