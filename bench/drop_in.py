@@ -32,8 +32,8 @@ sys.path[:1] = [str(ROOT), str(ROOT / "src")]  # not this folder: its `inspect` 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same on every machine
 
 import torch
-from tests.loading.equal import same
-from tests.loading.zoo import BUILT_FROM_BYTES, ZOO, Specimen, allowed, tagged
+from tests.loading.equal import assert_same
+from tests.loading.zoo import BUILT_FROM_BYTES, ZOO, Specimen, registered_as_safe, save_with_tag
 
 import transload
 
@@ -150,7 +150,7 @@ def difference(theirs: Outcome, ours: Outcome) -> str:
     """A short description; empty if there is none."""
     if theirs[0] == ours[0] == "value":
         try:
-            same(theirs[1], ours[1])
+            assert_same(theirs[1], ours[1])
         except AssertionError as error:
             return f"another value: {error}"
         return ""
@@ -225,7 +225,7 @@ def compare_loads(tally: Tally, specimen: Specimen, case: str, theirs: bytes, ou
     """Compare transload and torch on the file of torch, and torch on both files."""
     options = {"weights_only": weights_only}
     kind = "as data" if weights_only else "with trust"
-    with allowed(specimen):
+    with registered_as_safe(specimen):
         expected = outcome(torch.load, io.BytesIO(theirs), **options)
         tally.enter(f"load {kind}", case, expected, outcome(transload.load, io.BytesIO(theirs), None, **options))
         expected = outcome(torch.load, io.BytesIO(theirs), **options)
@@ -239,7 +239,7 @@ def compare_ways(tally: Tally, folder: Path) -> None:
     for form, options in FORMS.items():
         for tag in ("", "cuda:0", "cuda:1"):
             buffer = io.BytesIO()
-            with tagged(tag):
+            with save_with_tag(tag):
                 torch.save(value, buffer, **options)
             path = folder / f"{form}-{tag.replace(':', '')}.pt"
             path.write_bytes(buffer.getvalue())

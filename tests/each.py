@@ -105,7 +105,7 @@ def for_each(cases: Iterable[Case], check: Callable[[Case], object]) -> None:
         raise AssertionError("\n".join((f"{len(failed)} failed", *failed))) from first
 
 
-def grouped(name: str, cases: Iterable[Any], size: int = 10) -> pytest.MarkDecorator:
+def parametrize_groups(name: str, cases: Iterable[Any], size: int = 10) -> pytest.MarkDecorator:
     """``parametrize`` with groups of cases, which processes can share out; a group has the name of its first case."""
     rows = list(cases)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]

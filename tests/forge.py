@@ -64,7 +64,7 @@ def tuple_of(*items: object) -> bytes:
     return b"(" + b"".join(map(value_of, items)) + b"t"
 
 
-def listing(*items: object) -> bytes:
+def list_of(*items: object) -> bytes:
     """A list."""
     return b"](" + b"".join(map(value_of, items)) + b"e"
 
@@ -112,7 +112,7 @@ def tensor(
     return call(name("torch._utils", "_rebuild_tensor_v2"), persistent_id, offset, shape, stride, False, ordered())
 
 
-def rebuilt(function: str, *args: object) -> bytes:
+def rebuild_call(function: str, *args: object) -> bytes:
     """A call of any function of ``torch._utils``."""
     return call(name("torch._utils", function), *args)
 
@@ -315,7 +315,7 @@ def find(records: Sequence[Entry], title: str) -> int:
     return next(i for i, entry in enumerate(records) if entry.name.endswith(b"/" + title.encode()))
 
 
-def remade(records: Sequence[Entry], title: str, **changes: Any) -> list[Entry]:
+def with_changes(records: Sequence[Entry], title: str, **changes: Any) -> list[Entry]:
     """The records, with some fields of one of them replaced."""
     at = find(records, title)
     return [*records[:at], replace(records[at], **changes), *records[at + 1 :]]
@@ -335,7 +335,7 @@ def records(data: bytes) -> dict[str, bytes]:
         return {info.filename: opened.read(info) for info in opened.infolist()}
 
 
-def sized(nbytes: int) -> bytes:
+def zip64_sizes(nbytes: int) -> bytes:
     """The zip64 extra field, in the directory, of an uncompressed record of that size."""
     return struct.pack("<2H2Q", 1, 16, nbytes, nbytes)
 
@@ -377,7 +377,7 @@ def write_zeros(file: BinaryIO, title: bytes, nbytes: int, crc: int) -> bytes:
     file.seek(nbytes, 1)
     file.write(struct.pack("<4sL2Q", b"PK\x07\x08", crc, nbytes, nbytes))
     return CENTRAL.pack(b"PK\x01\x02", 0, 0, 0x808, 0, 0, 0, crc, ALL32, ALL32, len(title), 20, 0, 0, 0, 0, header) + (
-        title + sized(nbytes)
+        title + zip64_sizes(nbytes)
     )
 
 
@@ -413,7 +413,7 @@ class Legacy:
     protocol: bytes = field(default_factory=lambda: pickled(number(1001)))
     facts: bytes = field(default_factory=lambda: pickled(FACTS))
     object: bytes = field(default_factory=lambda: pickled(legacy_object()))
-    keys: bytes = field(default_factory=lambda: pickled(listing("0", "1")))
+    keys: bytes = field(default_factory=lambda: pickled(list_of("0", "1")))
     storages: tuple[bytes, ...] = (struct.pack("<q", 4) + FLOATS,) * 2
     after: bytes = b""
 

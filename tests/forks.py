@@ -33,7 +33,7 @@ from typing import NamedTuple, NoReturn
 SOURCE = Path(__file__).parent.parent / "src"
 FORKS = sys.platform == "linux"
 """On other systems libraries may not survive a fork, so each program gets a new interpreter."""
-PATIENCE = 300.0
+TIMEOUT = 300.0
 
 
 def run(
@@ -54,7 +54,7 @@ def run(
             input=stdin,
             capture_output=True,
             encoding="utf-8",
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             check=False,
         )
     with (
@@ -65,7 +65,7 @@ def run(
         stdin_file.write(stdin.encode())
         stdin_file.seek(0)
         streams = [file.fileno() for file in (stdin_file, stdout_file, stderr_file)]
-        code = ask(server(*imports), Request(command, str(cwd or Path.cwd()), environ), streams)
+        code = run_on_server(server(*imports), Request(command, str(cwd or Path.cwd()), environ), streams)
         texts = []
         for file in (stdout_file, stderr_file):
             file.seek(0)
@@ -107,7 +107,7 @@ def server(*imports: str) -> str:
     return address
 
 
-def ask(address: str, request: Request, streams: list[int]) -> int:
+def run_on_server(address: str, request: Request, streams: list[int]) -> int:
     """Run a program on a server with these standard streams; return its exit code, or minus the signal."""
     with send(address, request, streams) as connection, connection.makefile() as answer:
         return int(answer.readline())
@@ -116,7 +116,7 @@ def ask(address: str, request: Request, streams: list[int]) -> int:
 def send(address: str, request: Request, streams: list[int]) -> socket.socket:
     """Send the request; return the connection for the answer. To close it kills the program."""
     connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(PATIENCE)
+    connection.settimeout(TIMEOUT)
     connection.connect(address)
     socket.send_fds(connection, [b"\n"], streams)
     connection.sendall(json.dumps(request).encode() + b"\n")
@@ -241,4 +241,4 @@ if __name__ == "__main__":
     if verb == "serve":
         end(functools.partial(become, serve(int(target), more)))
     else:  # like ``python MORE`` in a shell
-        sys.exit(ask(target, Request(more, str(Path.cwd()), dict(os.environ)), [0, 1, 2]) % 256)
+        sys.exit(run_on_server(target, Request(more, str(Path.cwd()), dict(os.environ)), [0, 1, 2]) % 256)

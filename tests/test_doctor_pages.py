@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
+from tests.diagnose.machines import cuinit_fails, healthy, in_container, in_wsl, with_facts, without_gpu
 from tests.each import each
 from tests.schema import validate
 from tests.test_docs import ROOT, load_script
@@ -54,7 +54,10 @@ def test_links_in_the_doctor_pages_point_to_existing_files() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-@each("machine", [Machine(), healthy(), bare(), in_container(healthy()), in_wsl(healthy()), refused(healthy(), 999)])
+@each(
+    "machine",
+    [Machine(), healthy(), without_gpu(), in_container(healthy()), in_wsl(healthy()), cuinit_fails(healthy(), 999)],
+)
 def test_doctor_json_matches_its_schema_which_rejects_unknown_keys(machine: Machine) -> None:
     schema = ROOT / "docs" / "doctor.schema.json"
     report = json.loads(json.dumps(judge_machine(machine).to_dict()))
@@ -74,8 +77,8 @@ def test_manual_lists_every_option_of_the_doctor() -> None:
 
 
 STUBS = "/usr/local/cuda/lib64/stubs"
-README_MACHINE = changed(
-    refused(healthy(), 34),
+README_MACHINE = with_facts(
+    cuinit_fails(healthy(), 34),
     driver__libraries__cuda=(Library("libcuda.so.1", f"{STUBS}/libcuda.so.1", via="LD_LIBRARY_PATH", kind="stub"),),
     driver__cuda__library=f"{STUBS}/libcuda.so.1",
     driver__experiments=(Experiment(("LD_LIBRARY_PATH",), healthy().driver.cuda),),

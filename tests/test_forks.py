@@ -67,7 +67,7 @@ def test_modules_are_imported_and_a_shell_can_run_programs() -> None:
     shell = f'"{sys.executable}" "{forks.__file__}" ask {address} -c \'import sys; print("json" in sys.modules)\' | cat'
     process = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)  # noqa: S607
     assert process.stdout == "True\n"
-    status = forks.ask(
+    status = forks.run_on_server(
         address, forks.Request(["-c", "import sys; sys.exit('tarfile' in sys.modules)"], "/", {}), [0, 1, 2]
     )
     assert status == 0
@@ -82,7 +82,7 @@ def test_program_is_killed_when_its_connection_closes() -> None:
         pid = int(os.read(read_end, 100))
         os.close(read_end)
         assert is_running(pid)
-    deadline = time.monotonic() + forks.PATIENCE
+    deadline = time.monotonic() + forks.TIMEOUT
     while is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.01)

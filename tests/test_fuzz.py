@@ -103,7 +103,7 @@ def hostile_files() -> dict[str, bytes]:
         "hostile zip": forge.checkpoint(hostile_entries()),
         "hostile zip, re-zipped": rezip(forge.checkpoint(hostile_entries()), zipfile.ZIP_DEFLATED),
         "hostile stream": hostile_stream(),
-        "hostile keys": forge.legacy(keys=pickled(forge.listing("0", "1", DANGEROUS))),
+        "hostile keys": forge.legacy(keys=pickled(forge.list_of("0", "1", DANGEROUS))),
         "hostile tar": forge.tar({"pickle": pickled(forge.dictionary({"w0": b"P100\n", "bad": DANGEROUS}))}),
         "hostile pickle": pickle.dumps([1, 2, 3]) + pickled(DANGEROUS),
         "hostile pickle of tensors": pickle.dumps(torch.ones(2), 3)[:-1] + DANGEROUS + b"\x86.",
@@ -516,17 +516,17 @@ def calls(draw: st.DrawFn, depth: int = 2) -> bytes:
     hooks = draw(st.sampled_from([ordered(), ordered(), b"}", b"N"]))
     kind = draw(st.sampled_from(["v1", "v2", "v2", "v2", "v3", "meta", *(["parameter"] if depth else [])]))
     if kind == "v1":
-        return forge.rebuilt("_rebuild_tensor", *placement)
+        return forge.rebuild_call("_rebuild_tensor", *placement)
     if kind == "meta":
-        return forge.rebuilt(
+        return forge.rebuild_call(
             "_rebuild_meta_tensor_no_storage", forge.name("torch", "float32"), *placement[2:], draw(FLAGS)
         )
     if kind == "parameter":
-        return forge.rebuilt("_rebuild_parameter", draw(calls(depth - 1)), draw(FLAGS), hooks)
+        return forge.rebuild_call("_rebuild_parameter", draw(calls(depth - 1)), draw(FLAGS), hooks)
     if kind == "v2":
-        return forge.rebuilt("_rebuild_tensor_v2", *placement, draw(FLAGS), hooks)
+        return forge.rebuild_call("_rebuild_tensor_v2", *placement, draw(FLAGS), hooks)
     dtype = draw(st.sampled_from(["float8_e5m2", "uint16", "float32", "uint64", "bits8", "layout", "nothing"]))
-    return forge.rebuilt("_rebuild_tensor_v3", *placement, draw(FLAGS), hooks, forge.name("torch", dtype))
+    return forge.rebuild_call("_rebuild_tensor_v3", *placement, draw(FLAGS), hooks, forge.name("torch", dtype))
 
 
 @st.composite

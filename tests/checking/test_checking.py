@@ -14,8 +14,17 @@ from typing import Any
 import pytest
 import torch
 from tests import forge
-from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
-from tests.each import each, for_each, grouped
+from tests.diagnose.machines import (
+    cuda_gpu,
+    cuinit_fails,
+    healthy,
+    install,
+    no_torch_run,
+    nvml_gpu,
+    with_facts,
+    without_gpu,
+)
+from tests.each import each, for_each, parametrize_groups
 from tests.schema import validate
 
 from transload.checking import Check, check
@@ -28,7 +37,7 @@ SCHEMA = Path(__file__).parent.parent.parent / "docs" / "check.schema.json"
 FILES = sorted(path for path in DATA.glob("*/**/*") if path.suffix in (".pt", ".pth", ".pt2", ".ckpt", ".md", ".json"))
 TRAIN = DATA / "h200" / "train_cuda0.ckpt"
 SERVER = no_torch_run(healthy())
-LAPTOP = no_torch_run(bare())
+LAPTOP = no_torch_run(without_gpu())
 
 
 def saved(folder: Path, body: bytes) -> Path:
@@ -66,7 +75,7 @@ def loads(path: Path, device: str | None = "auto") -> bool:
     return True
 
 
-@grouped("paths", FILES, 20)
+@parametrize_groups("paths", FILES, 20)
 def test_load_does_what_check_predicts_for_a_fixture(paths: list[Path], this_machine: Machine) -> None:
     def check_agreement(path: Path) -> None:
         result = valid(check(path, machine=this_machine))
@@ -87,7 +96,7 @@ BODIES = {
     "a global": forge.call(forge.name("models.net", "Net")),
     "numpy": forge.call(forge.name("numpy.ma.core", "_mareconstruct")),
     "a global not called": forge.name("builtins", "getattr"),
-    "an old opcode": forge.listing(b"I1\n"),
+    "an old opcode": forge.list_of(b"I1\n"),
     "a missing storage": forge.ordered({"w": forge.tensor("77")}),
     "an unknown device": forge.ordered({"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "qpu:3"))}),
 }
@@ -153,7 +162,7 @@ def test_no_retag_advice_for_a_file_that_does_not_load() -> None:
 
 def test_problems_of_the_file_come_before_those_of_the_machine(tmp_path: Path) -> None:
     (tmp_path / "page.pt").write_text("<html><title>404</title></html>")
-    result = check(tmp_path / "page.pt", machine=changed(SERVER, torch=Torch(installs=())))
+    result = check(tmp_path / "page.pt", machine=with_facts(SERVER, torch=Torch(installs=())))
     assert codes(result) == ["not-a-checkpoint", "no-torch"]
 
 
@@ -161,7 +170,7 @@ DOCTOR = "transload doctor shows how to get the GPU to work"
 
 
 def test_doctor_is_recommended_only_where_a_missing_gpu_matters(tmp_path: Path) -> None:
-    machine = no_torch_run(refused(healthy(), 999))
+    machine = no_torch_run(cuinit_fails(healthy(), 999))
     (tmp_path / "page.pt").write_text("<html><title>404</title></html>")
     cpu_file = DATA / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cpu.pt"
     assert DOCTOR in str(check(TRAIN, machine=machine))
@@ -201,7 +210,7 @@ def test_predicted_message_has_the_device_index_and_count() -> None:
 
 
 def test_broken_driver_is_reported_with_its_cause() -> None:
-    result = check(TRAIN, machine=no_torch_run(refused(healthy(), 999)))
+    result = check(TRAIN, machine=no_torch_run(cuinit_fails(healthy(), 999)))
     assert result.ok
     assert result.plan.warning.endswith("]")
     assert "transload doctor" in str(result)
@@ -210,13 +219,13 @@ def test_broken_driver_is_reported_with_its_cause() -> None:
 def test_prediction_is_not_exact_if_torch_may_not_support_the_gpu() -> None:
     pascal = {"driver__cuda__gpus": (cuda_gpu(0, "NVIDIA GTX 1080", (6, 1)),)}
     nvml = {"driver__nvml__gpus": (nvml_gpu(0, "NVIDIA GTX 1080", (6, 1)),)}
-    result = check(TRAIN, machine=changed(SERVER, **pascal, **nvml))
+    result = check(TRAIN, machine=with_facts(SERVER, **pascal, **nvml))
     assert result.diagnosis.status == "broken"
     assert not result.torch.exact
 
 
 def test_missing_torch_is_refused_but_the_plan_is_shown() -> None:
-    result = valid(check(TRAIN, machine=changed(SERVER, torch=Torch(installs=()))))
+    result = valid(check(TRAIN, machine=with_facts(SERVER, torch=Torch(installs=()))))
     assert not result.ok
     assert result.refusal == "torch is not installed here"
     assert any(line.startswith("$ ") for line in result.findings[0].fix)
@@ -226,12 +235,12 @@ def test_missing_torch_is_refused_but_the_plan_is_shown() -> None:
 
 def test_shadowed_torch_cannot_be_imported() -> None:
     shadow = Torch(installs=(install(),), shadow="/home/user/torch.py", shadow_kind="file")
-    assert check(TRAIN, machine=changed(SERVER, torch=shadow)).refusal == "torch cannot be imported here"
+    assert check(TRAIN, machine=with_facts(SERVER, torch=shadow)).refusal == "torch cannot be imported here"
 
 
 def test_full_gpu_has_too_little_memory() -> None:
     full = (replace(nvml_gpu(), free=100),)
-    result = valid(check(TRAIN, machine=changed(SERVER, driver__nvml__gpus=full, platform__memory_free=10**9)))
+    result = valid(check(TRAIN, machine=with_facts(SERVER, driver__nvml__gpus=full, platform__memory_free=10**9)))
     assert not result.ok
     assert codes(result)[0] == "too-little-memory"
     assert result.refusal.startswith("cuda:0 has 100 B free and would need ")
@@ -240,7 +249,7 @@ def test_full_gpu_has_too_little_memory() -> None:
 
 def test_rank_of_another_machine_comes_from_its_variables() -> None:
     cards = {"driver__cuda__gpus": (cuda_gpu(0), cuda_gpu(1)), "driver__nvml__gpus": (nvml_gpu(0), nvml_gpu(1))}
-    machine = changed(SERVER, **cards, driver__cuda__count=2, variables=Variables({"LOCAL_RANK": "1"}))
+    machine = with_facts(SERVER, **cards, driver__cuda__count=2, variables=Variables({"LOCAL_RANK": "1"}))
     assert check(TRAIN, machine=machine).plan.device_of("cuda:0") == "cuda:1"
 
 
@@ -259,7 +268,7 @@ def with_packages(machine: Machine, folder: Path, *files: str) -> Machine:
         path = folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("raise SystemExit('imported')", encoding="utf-8")
-    return changed(machine, python__path=(*machine.python.path, str(folder)))
+    return with_facts(machine, python__path=(*machine.python.path, str(folder)))
 
 
 def test_missing_well_known_package_gets_a_pip_command(tmp_path: Path) -> None:
@@ -346,7 +355,7 @@ def test_modules_in_the_working_directory_are_found(tmp_path: Path, monkeypatch:
 
 def test_no_package_is_missing_if_the_import_path_is_unknown(tmp_path: Path) -> None:
     path = saved(tmp_path, forge.call(forge.name("zzz_models", "Net")))
-    assert codes(check(path, machine=changed(SERVER, python__path=()))) == ["needs-trust"]
+    assert codes(check(path, machine=with_facts(SERVER, python__path=()))) == ["needs-trust"]
 
 
 @pytest.mark.parametrize("module", ["../../etc", "a\0b", "a..b", ".", "x" * 5000, "é.ü", "con/../os"])
@@ -406,7 +415,7 @@ def test_compiled_code_is_compared_with_the_gpu() -> None:
 
 def test_control_characters_of_a_file_are_not_printed(tmp_path: Path) -> None:
     body = forge.ordered({"w": forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "\x1b[2Jcuda\n"))})
-    path = saved(tmp_path, forge.listing(body, forge.call(forge.name("a\x1b[31m", "b\x07"))))
+    path = saved(tmp_path, forge.list_of(body, forge.call(forge.name("a\x1b[31m", "b\x07"))))
     text = str(check(path, machine=LAPTOP))
     assert "\x1b" not in text
     assert "\x07" not in text
@@ -415,7 +424,7 @@ def test_control_characters_of_a_file_are_not_printed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("release", "loads"), [("2.1.2+cu121", False), ("2.13.0+cu130", True), ("nonsense", True)])
 def test_dtypes_that_an_old_torch_lacks_are_named(release: str, loads: bool) -> None:
     path = next(path for path in FILES if "torch-2.6" in str(path) and path.name == "zoo_cuda0.pt")
-    result = check(path, machine=changed(no_torch_run(healthy()), torch__installs=(install(release, "12.1"),)))
+    result = check(path, machine=with_facts(no_torch_run(healthy()), torch__installs=(install(release, "12.1"),)))
     assert ("torch-too-old" not in codes(result)) == loads
     if not loads:
         assert not result.ok

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, refused
+from tests.diagnose.machines import cuda_gpu, cuinit_fails, healthy, with_facts, without_gpu
 
 from transload.checking import Compatibility, compatibility, is_cuda_compatible
 from transload.checkpoint import Origin
@@ -22,13 +22,15 @@ FOLDER = "data/aotinductor/model/"
 
 def with_gpus(*cards: tuple[str, tuple[int, int]], cuda: int = 13000) -> Machine:
     gpus = tuple(cuda_gpu(index, name, capability) for index, (name, capability) in enumerate(cards))
-    return changed(healthy(), driver__cuda__gpus=gpus, driver__nvml__gpus=(), driver__cuda__version=cuda)
+    return with_facts(healthy(), driver__cuda__gpus=gpus, driver__nvml__gpus=(), driver__cuda__version=cuda)
 
 
 H200, A100, B200 = ("NVIDIA H200", (9, 0)), ("NVIDIA A100", (8, 0)), ("NVIDIA B200", (10, 0))
 
 
-@pytest.mark.parametrize("machine", [healthy(), bare(), refused(healthy(), 999), with_gpus(A100, cuda=11040)])
+@pytest.mark.parametrize(
+    "machine", [healthy(), without_gpu(), cuinit_fails(healthy(), 999), with_gpus(A100, cuda=11040)]
+)
 @pytest.mark.parametrize("name", ["state_dict_cuda0.pt", "train_cuda0.ckpt", "torchscript_cuda0.pt"])
 def test_tensors_load_under_any_cuda(name: str, machine: Machine) -> None:
     result = is_cuda_compatible(DATA / "h200" / name, machine=machine)
@@ -56,7 +58,7 @@ def test_one_suitable_gpu_is_enough_and_every_gpu_is_listed() -> None:
     assert "NVIDIA H200, compute capability 9.0: runs" in evidence
 
 
-@pytest.mark.parametrize("machine", [bare(), refused(healthy(), 999)])
+@pytest.mark.parametrize("machine", [without_gpu(), cuinit_fails(healthy(), 999)])
 def test_without_a_working_gpu_no_kernel_runs(machine: Machine) -> None:
     result = is_cuda_compatible(PACKAGE, machine=machine)
     assert not result
@@ -64,7 +66,7 @@ def test_without_a_working_gpu_no_kernel_runs(machine: Machine) -> None:
 
 
 def test_library_for_another_processor_is_incompatible() -> None:
-    result = is_cuda_compatible(PACKAGE, machine=changed(with_gpus(H200), platform__machine="aarch64"))
+    result = is_cuda_compatible(PACKAGE, machine=with_facts(with_gpus(H200), platform__machine="aarch64"))
     assert result.reason.endswith("its library is for x86_64 processors, not aarch64")
     assert not result
 

@@ -108,7 +108,7 @@ def tensor_on(device: str) -> bytes:
 
 
 def listing_of(first: bytes, second: bytes) -> bytes:
-    return zipped(forge.listing(first, second))
+    return zipped(forge.list_of(first, second))
 
 
 def call_of(module: str, attribute: str) -> bytes:
@@ -117,7 +117,7 @@ def call_of(module: str, attribute: str) -> bytes:
 
 def legacy_file(body: bytes, *keys: str) -> bytes:
     storages = forge.Legacy().storages[: len(keys)]
-    return forge.legacy(object=forge.pickled(body), keys=forge.pickled(forge.listing(*keys)), storages=storages)
+    return forge.legacy(object=forge.pickled(body), keys=forge.pickled(forge.list_of(*keys)), storages=storages)
 
 
 GPU = forge.tensor(storage=forge.storage_id("0", 4, "FloatStorage", "cuda:3"))

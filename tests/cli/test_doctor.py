@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.diagnose.machines import bare, changed, healthy, no_torch_run, refused
+from tests.diagnose.machines import cuinit_fails, healthy, no_torch_run, with_facts, without_gpu
 from tests.each import each
 from tests.schema import validate
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "doctor.schema.json"
 STUB = Library("libcuda.so.1", "/usr/local/cuda/lib64/stubs/libcuda.so.1", via="LD_LIBRARY_PATH", kind="stub")
-STUBBED = changed(
-    refused(healthy(), 34),
+STUBBED = with_facts(
+    cuinit_fails(healthy(), 34),
     driver__libraries__cuda=(STUB, *(healthy().driver.libraries.cuda or ())),
     driver__cuda__library=STUB.path,
     variables=Variables(
@@ -63,9 +63,9 @@ def validated(text: str) -> dict[str, Any]:
     ("machine", "status", "expected"),
     [
         (healthy(), "ok", "CUDA works: torch 2.13.0+cu130 computed on NVIDIA H200"),
-        (bare(), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
+        (without_gpu(), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
         (STUBBED, "broken", "CUDA does not work: "),
-        (refused(healthy(), 999), "broken", "CUDA does not work: "),
+        (cuinit_fails(healthy(), 999), "broken", "CUDA does not work: "),
     ],
 )
 def test_exit_code_follows_the_verdict(
@@ -94,7 +94,7 @@ def test_cause_is_shown_with_code_fix_and_page(saved: Saved, capsys: pytest.Capt
 
 @pytest.mark.parametrize(
     ("machine", "code"),
-    [(healthy(), 0), (no_torch_run(healthy()), 0), (bare(), 1), (STUBBED, 1)],
+    [(healthy(), 0), (no_torch_run(healthy()), 0), (without_gpu(), 1), (STUBBED, 1)],
 )
 def test_require_cuda_fails_unless_cuda_is_usable(
     machine: Machine, code: int, saved: Saved, capsys: pytest.CaptureFixture[str]
@@ -108,7 +108,7 @@ def test_require_cuda_fails_unless_cuda_is_usable(
 # -- reports of other machines ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("machine", [healthy(), bare(), STUBBED, refused(healthy(), 803)])
+@pytest.mark.parametrize("machine", [healthy(), without_gpu(), STUBBED, cuinit_fails(healthy(), 803)])
 def test_report_read_from_json_gives_the_same_json(
     machine: Machine, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +125,7 @@ def test_report_is_read_in_the_encodings_that_shells_write(
     encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "machine.json"
-    path.write_text(json.dumps(judge_machine(bare()).to_dict()), encoding=encoding)
+    path.write_text(json.dumps(judge_machine(without_gpu()).to_dict()), encoding=encoding)
     assert main(["doctor", "--from", str(path)]) == 0
     assert capsys.readouterr().out.startswith("No GPU in this machine")
 
@@ -133,14 +133,14 @@ def test_report_is_read_in_the_encodings_that_shells_write(
 def test_report_is_read_from_standard_input(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = json.dumps(judge_machine(bare()).to_dict()).encode()
+    data = json.dumps(judge_machine(without_gpu()).to_dict()).encode()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
     assert main(["doctor", "--from", "-"]) == 0
     assert capsys.readouterr().out.startswith("No GPU in this machine")
 
 
 def test_unknown_fields_of_a_newer_release_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    document = judge_machine(bare()).to_dict()
+    document = judge_machine(without_gpu()).to_dict()
     document["mood"] = document["machine"]["mood"] = "good"
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(document), encoding="utf-8")
@@ -182,7 +182,7 @@ def test_unreadable_file_is_an_error(path: str, capsys: pytest.CaptureFixture[st
 
 
 def test_control_characters_in_a_report_are_escaped(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
-    hostile = changed(STUBBED, python__prefix="/x\x1b[2J\n", kernel__version="\u202e")
+    hostile = with_facts(STUBBED, python__prefix="/x\x1b[2J\n", kernel__version="\u202e")
     main(["doctor", "--from", saved(hostile), "--verbose"])
     assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
 
@@ -203,7 +203,7 @@ def test_names_are_redacted_unless_no_redact(
 
 def test_commands_are_exact_in_text_and_redacted_in_json(saved: Saved, capsys: pytest.CaptureFixture[str]) -> None:
     values = {"HOME": "/home/alice", "LD_LIBRARY_PATH": "/usr/local/cuda/lib64/stubs:/gpfs/alice/mpi/lib"}
-    path = saved(changed(STUBBED, variables__values=values))
+    path = saved(with_facts(STUBBED, variables__values=values))
     main(["doctor", "--from", path])
     assert "$ export LD_LIBRARY_PATH=/gpfs/alice/mpi/lib\n" in capsys.readouterr().out
     main(["doctor", "--from", path, "--json"])
@@ -300,7 +300,7 @@ class Recorder:
         self.arguments = (python, torch, timeout)
         for step in ("running torch", *self.steps):
             progress(step)
-        return judge_machine(bare())
+        return judge_machine(without_gpu())
 
 
 @pytest.fixture
@@ -403,5 +403,5 @@ def test_diagnosis_has_public_types_and_prints_its_report(recorder: Recorder) ->
     diagnosis = recorder()
     assert isinstance(diagnosis, transload.Diagnosis)
     assert isinstance(diagnosis.machine, transload.Machine)
-    assert diagnosis.to_dict()["machine"] == bare().to_dict()
+    assert diagnosis.to_dict()["machine"] == without_gpu().to_dict()
     assert str(diagnosis).startswith("No GPU in this machine")

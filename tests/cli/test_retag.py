@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tests.loading.zoo import tagged
+from tests.loading.zoo import save_with_tag
 from tests.schema import validate
 
 from transload.cli.main import main
@@ -174,7 +174,7 @@ def test_directory_of_shards_is_retagged(path: Path, capsys: pytest.CaptureFixtu
     names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
     weights = {}
     for number, name in enumerate(names):
-        with tagged("cuda:3"):
+        with save_with_tag("cuda:3"):
             torch.save({f"w{number}": torch.ones(2)}, folder / name)
         weights[f"w{number}"] = name
     index = {"metadata": {"total_size": 16}, "weight_map": weights}

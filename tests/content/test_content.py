@@ -158,7 +158,7 @@ def big_endian(dtype: str, kind: str, numel: int, width: int) -> tuple[bytes, by
     tensor = forge.tensor(shape=(numel // 2, 2), stride=(1, numel // 2), storage=forge.storage_id("0", numel, kind))
     entries = forge.entries(forge.pickled(forge.ordered({"x": tensor})), {"0": swapped})
     order = [numbers[row + numel // 2 * column] for row in range(numel // 2) for column in range(2)]
-    return forge.archive(forge.remade(entries, "byteorder", data=b"big")), b"".join(order)
+    return forge.archive(forge.with_changes(entries, "byteorder", data=b"big")), b"".join(order)
 
 
 @each(

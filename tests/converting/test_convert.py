@@ -604,7 +604,7 @@ def test_sparse_tensor_over_a_storage_view_is_split_into_components(tmp_path: Pa
         (3,),
     )
     sparse = forge.call(forge.name("torch._utils", "_rebuild_sparse_tensor"), layout, forge.tuple_of(*components))
-    pickles = forge.pickled(forge.ordered({"s": sparse})), forge.pickled(forge.listing("0", "1"))
+    pickles = forge.pickled(forge.ordered({"s": sparse})), forge.pickled(forge.list_of("0", "1"))
     storages = (pack("<q", 4) + forge.FLOATS, pack("<4q", 3, 0, 1, 2))
     (tmp_path / "a.pt").write_bytes(forge.legacy(object=pickles[0], keys=pickles[1], storages=storages))
     convert(tmp_path / "a.pt", tmp_path / "b.pt")

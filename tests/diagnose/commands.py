@@ -8,16 +8,16 @@ from functools import cache
 from typing import NamedTuple
 
 from tests.diagnose.machines import (
-    bare,
-    card,
-    changed,
-    dead,
+    cuda_fails,
+    cuinit_fails,
     healthy,
     in_container,
     install,
     library,
-    needed,
-    refused,
+    pci_gpu,
+    resolved_library,
+    with_facts,
+    without_gpu,
 )
 from tests.golden.record import machines
 
@@ -55,40 +55,52 @@ def fixes() -> tuple[Fix, ...]:
 
 def variants() -> Iterator[Machine]:
     """Machines with faults whose fix depends on the package manager, the shell or the distribution, one for each."""
-    for machine in (*broken_packages(), *without_gpu()):
+    for machine in (*broken_packages(), *machines_without_gpu()):
         for tool, project in (("uv", False), ("uv", True), ("poetry", True), ("pdm", True), ("conda", False)):
             installs = tuple(replace(entry, installer=tool) for entry in machine.torch.installs or ())
-            yield changed(machine, python__tool=tool, python__project=project, torch__installs=installs)
-        yield changed(machine, python__tool="pixi", python__environment="pixi")
-        yield changed(machine, python__externally_managed=True)
-        yield changed(machine, python__pip=False)
+            yield with_facts(machine, python__tool=tool, python__project=project, torch__installs=installs)
+        yield with_facts(machine, python__tool="pixi", python__environment="pixi")
+        yield with_facts(machine, python__externally_managed=True)
+        yield with_facts(machine, python__pip=False)
         yield machine
-    lxc = changed(
-        in_container(refused(healthy(), 803), "lxc"), driver__libraries__cuda=(library("libcuda.so.1", "570.1"),)
+    lxc = with_facts(
+        in_container(cuinit_fails(healthy(), 803), "lxc"), driver__libraries__cuda=(library("libcuda.so.1", "570.1"),)
     )
     absent = tuple(replace(node, exists=False, error="ENOENT") for node in healthy().nodes.found)
     kinds = ("lxc", "nspawn", "singularity")
-    yield from (lxc, *(changed(in_container(refused(healthy(), 100), kind), nodes__found=absent) for kind in kinds))
+    yield from (
+        lxc,
+        *(with_facts(in_container(cuinit_fails(healthy(), 100), kind), nodes__found=absent) for kind in kinds),
+    )
     mps = {"kernel__daemons": ("nvidia-cuda-mps-control",), "variables__values": {"CUDA_MPS_PIPE_DIRECTORY": "/tmp/x"}}  # noqa: S108
-    yield changed(refused(healthy(), 805), **mps)
-    conda_library = replace(needed("libcudart.so.13", "nvidia/cu13/lib"), path="/opt/venv/lib/libcudart.so.13")
+    yield with_facts(cuinit_fails(healthy(), 805), **mps)
+    conda_library = replace(
+        resolved_library("libcudart.so.13", "nvidia/cu13/lib"), path="/opt/venv/lib/libcudart.so.13"
+    )
     pixi = {"python__environment": "pixi", "python__tool": "pixi", "torch_libraries__needed": (conda_library,)}
-    yield changed(healthy(), **pixi)
+    yield with_facts(healthy(), **pixi)
     variables = {"LD_LIBRARY_PATH": "/opt/x", "CUDA_VISIBLE_DEVICES": "-1"}
-    hidden = changed(refused(healthy(), 100), variables__values=variables)
+    hidden = with_facts(cuinit_fails(healthy(), 100), variables__values=variables)
     for shell in ("fish", "tcsh"):
-        yield changed(hidden, platform__shell=shell)
-        yield changed(healthy(), platform__shell=shell, platform__laptop=True, variables__values={"LD_PRELOAD": "x"})
-    yield changed(hidden, platform__system="Windows")
-    old_driver = changed(refused(healthy(), 35), driver__cuda__version=12020, driver__nvml__cuda=12020)
-    no_driver = changed(refused(healthy(), 100), kernel__loaded=False, kernel__built_for=(), driver__libraries__cuda=())
+        yield with_facts(hidden, platform__shell=shell)
+        yield with_facts(healthy(), platform__shell=shell, platform__laptop=True, variables__values={"LD_PRELOAD": "x"})
+    yield with_facts(hidden, platform__system="Windows")
+    old_driver = with_facts(cuinit_fails(healthy(), 35), driver__cuda__version=12020, driver__nvml__cuda=12020)
+    no_driver = with_facts(
+        cuinit_fails(healthy(), 100), kernel__loaded=False, kernel__built_for=(), driver__libraries__cuda=()
+    )
     for name, manager in (
         *(("ubuntu", "apt"), ("debian", "apt"), ("fedora", "dnf"), ("rhel", "dnf"), ("arch", "pacman")),
         *(("opensuse", "zypper"), ("nixos", "nix"), ("alpine", "apk")),
     ):
         missing_library = import_fails(healthy(), "OSError: libgomp.so.1: cannot open shared object file")
-        for machine in (old_driver, no_driver, missing_library, changed(no_driver, hardware__pci=(card(0x1B80),))):
-            yield changed(
+        for machine in (
+            old_driver,
+            no_driver,
+            missing_library,
+            with_facts(no_driver, hardware__pci=(pci_gpu(0x1B80),)),
+        ):
+            yield with_facts(
                 machine,
                 platform__distribution=name,
                 platform__distribution_like=(),
@@ -101,14 +113,14 @@ def broken_packages() -> Iterator[Machine]:
     """Machines with a GPU and a fault in their Python packages."""
     cpu = (install("2.13.0+cpu", ""),)
     machine = healthy()
-    yield changed(dead(machine), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
-    old_driver = changed(
+    yield with_facts(cuda_fails(machine), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
+    old_driver = with_facts(
         machine, driver__cuda__version=12020, driver__nvml__cuda=12020, driver__nvml__driver="535.54.03"
     )
-    yield changed(dead(old_driver), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
-    yield changed(machine, torch=Torch(()), torch_run__steps=(), torch_run__version="")
+    yield with_facts(cuda_fails(old_driver), torch__installs=cpu, torch_run__version="2.13.0+cpu", torch_run__cuda="")
+    yield with_facts(machine, torch=Torch(()), torch_run__steps=(), torch_run__version="")
     incomplete = replace(install(), missing=("lib/libtorch_cuda.so: absent",))
-    yield changed(
+    yield with_facts(
         import_fails(machine, "OSError: libtorch_cuda.so: cannot open shared object file"),
         torch__installs=(incomplete,),
     )
@@ -116,25 +128,25 @@ def broken_packages() -> Iterator[Machine]:
     for names in (("torchvision",), ("bitsandbytes",), ("flash-attn", "torchaudio", "torchvision", "detectron2")):
         extensions = tuple(ExtensionPackage(name, "0.1", undefined=("_ZN3c10",)) for name in names)
         packages = {**machine.python.packages, **dict.fromkeys(names, "0.1")}
-        yield changed(machine, extensions=extensions, python__packages=packages)
+        yield with_facts(machine, extensions=extensions, python__packages=packages)
 
 
-def without_gpu() -> Iterator[Machine]:
+def machines_without_gpu() -> Iterator[Machine]:
     """Machines without a GPU whose torch is absent, broken, or installed beside a package for another build."""
-    machine = bare()
-    yield changed(machine, torch=Torch(()), torch_run__steps=(), torch_run__version="")
+    machine = without_gpu()
+    yield with_facts(machine, torch=Torch(()), torch_run__steps=(), torch_run__version="")
     for version, cuda in (("2.13.0+cpu", ""), ("2.13.0+cu130", "13.0")):
         incomplete = replace(install(version, cuda), missing=("lib/libtorch.so: absent",))
         failed = import_fails(machine, "OSError: libtorch.so: cannot open shared object file")
-        yield changed(failed, torch__installs=(incomplete,), python__packages={"torchvision": "0.28.0"})
-    yield changed(
+        yield with_facts(failed, torch__installs=(incomplete,), python__packages={"torchvision": "0.28.0"})
+    yield with_facts(
         import_fails(machine, "ImportError: no"), torch=Torch((), dangling=("/opt/x/torch-2.13.0.dist-info",))
     )
     other_build = ExtensionPackage("torchvision", "0.28.0+cu130", missing=("libcudart.so.13",), local="cu130")
-    yield changed(machine, extensions=(other_build,), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
+    yield with_facts(machine, extensions=(other_build,), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
 
 
 def import_fails(machine: Machine, error: str) -> Machine:
     """The machine with a torch whose import raises ``error``."""
     step = Step("import", ok=False, error=error)
-    return changed(machine, torch_run__steps=(step,), torch_run__available=Unknown(error), torch_run__version="")
+    return with_facts(machine, torch_run__steps=(step,), torch_run__available=Unknown(error), torch_run__version="")

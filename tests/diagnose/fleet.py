@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tests.diagnose.machines import changed, cuda_gpu, healthy, library, nvml_gpu
+from tests.diagnose.machines import cuda_gpu, healthy, library, nvml_gpu, with_facts
 
 from transload.machine import Machine
 
@@ -19,7 +19,7 @@ def server(gpus: int = 8) -> Machine:
     cards = tuple(
         replace(nvml_gpu(index), ecc="enabled", nvlinks=18, peers=gpus - 1, fabric="completed") for index in range(gpus)
     )
-    return changed(
+    return with_facts(
         healthy(),
         taken="2026-11-16T12:00:00Z",
         driver__nvml__gpus=cards,
@@ -38,40 +38,40 @@ def gpu_with(index: int, **facts: Any) -> Callable[[Machine], Machine]:
     def change(machine: Machine) -> Machine:
         cards = [*machine.driver.nvml.gpus]
         cards[index] = replace(cards[index], **facts)
-        return changed(machine, driver__nvml__gpus=tuple(cards))
+        return with_facts(machine, driver__nvml__gpus=tuple(cards))
 
     return change
 
 
 def variable(name: str, value: str, machine: Machine) -> Machine:
-    return changed(machine, variables__values={**machine.variables.values, name: value})
+    return with_facts(machine, variables__values={**machine.variables.values, name: value})
 
 
 def other_driver(machine: Machine) -> Machine:
     """Another release of the driver, both the kernel module and the libraries."""
-    machine = changed(machine, driver__nvml__driver=OLD, kernel__version=OLD)
-    return changed(machine, driver__libraries__cuda=(library("libcuda.so.1", OLD),))
+    machine = with_facts(machine, driver__nvml__driver=OLD, kernel__version=OLD)
+    return with_facts(machine, driver__libraries__cuda=(library("libcuda.so.1", OLD),))
 
 
 def other_torch(machine: Machine) -> Machine:
     install = replace(machine.torch.first, version="2.12.0+cu130", dist_version="2.12.0")  # type: ignore[type-var]
-    return changed(machine, torch__installs=(install,), torch_run__version="2.12.0+cu130")
+    return with_facts(machine, torch__installs=(install,), torch_run__version="2.12.0+cu130")
 
 
 def other_build(machine: Machine) -> Machine:
     install = replace(machine.torch.first, version="2.13.0+cu126", cuda="12.6")  # type: ignore[type-var]
-    return changed(machine, torch__installs=(install,), torch_run__version="2.13.0+cu126", torch_run__cuda="12.6")
+    return with_facts(machine, torch__installs=(install,), torch_run__version="2.13.0+cu126", torch_run__cuda="12.6")
 
 
 def other_model(machine: Machine) -> Machine:
     cards = tuple(replace(gpu, name="NVIDIA H100 80GB HBM3") for gpu in machine.driver.nvml.gpus)
-    return changed(machine, driver__nvml__gpus=cards)
+    return with_facts(machine, driver__nvml__gpus=cards)
 
 
 def one_gpu_less(machine: Machine) -> Machine:
     cards = tuple(replace(gpu, peers=6) for gpu in machine.driver.nvml.gpus[:-1])
     facts = {"driver__nvml__gpus": cards, "driver__nvml__count": 7, "driver__cuda__count": 7}
-    return changed(machine, **facts, driver__cuda__gpus=machine.driver.cuda.gpus[:-1])
+    return with_facts(machine, **facts, driver__cuda__gpus=machine.driver.cuda.gpus[:-1])
 
 
 ODDITIES: dict[str, Callable[[Machine], Machine]] = {
@@ -79,27 +79,27 @@ ODDITIES: dict[str, Callable[[Machine], Machine]] = {
     "GPU model": other_model,
     "torch": other_torch,
     "build of torch": other_build,
-    "NCCL": partial(changed, torch_run__nccl="2.21.5"),
+    "NCCL": partial(with_facts, torch_run__nccl="2.21.5"),
     "driver": other_driver,
-    "kernel module": partial(changed, kernel__flavour="proprietary"),
+    "kernel module": partial(with_facts, kernel__flavour="proprietary"),
     "MIG": gpu_with(3, mig="enabled"),
     "NVLink": gpu_with(5, nvlinks=17),
     "P2P": gpu_with(0, peers=0),
     "NVLink fabric": gpu_with(1, fabric="in-progress"),
     "ECC": gpu_with(2, ecc="disabled"),
     "compute mode": gpu_with(4, compute_mode="exclusive-process"),
-    "Python": partial(changed, python__version="3.10.14"),
-    "cuDNN": partial(changed, torch_run__cudnn="9.1.0"),
-    "kernel": partial(changed, platform__kernel="6.8.0-31-generic"),
-    "C library": partial(changed, platform__libc="glibc 2.35"),
-    "container": partial(changed, surroundings__container="docker"),
-    "clock": partial(changed, taken="2026-11-16T12:45:00Z"),
+    "Python": partial(with_facts, python__version="3.10.14"),
+    "cuDNN": partial(with_facts, torch_run__cudnn="9.1.0"),
+    "kernel": partial(with_facts, platform__kernel="6.8.0-31-generic"),
+    "C library": partial(with_facts, platform__libc="glibc 2.35"),
+    "container": partial(with_facts, surroundings__container="docker"),
+    "clock": partial(with_facts, taken="2026-11-16T12:45:00Z"),
     "NCCL_SOCKET_IFNAME": partial(variable, "NCCL_SOCKET_IFNAME", "ib0"),
     "NCCL_IB_DISABLE": partial(variable, "NCCL_IB_DISABLE", "1"),
     "NCCL_DEBUG": partial(variable, "NCCL_DEBUG", "INFO"),
     "LD_LIBRARY_PATH": partial(variable, "LD_LIBRARY_PATH", "/usr/local/cuda/lib64"),
     "CUDA_LAUNCH_BLOCKING": partial(variable, "CUDA_LAUNCH_BLOCKING", "1"),
-    "package nvidia-cudnn-cu13": partial(changed, python__packages={"torch": "2.13.0"}),
+    "package nvidia-cudnn-cu13": partial(with_facts, python__packages={"torch": "2.13.0"}),
 }
 """The name of each difference in a comparison, and the change that causes it.
 

@@ -41,7 +41,7 @@ ANSWERED = ChildAnswer("answered", seconds=0.1)
 STEPS = ("import", "available", "init", "kernel", "matmul", "convolution")
 
 
-def changed(machine: Machine, **facts: Any) -> Machine:
+def with_facts(machine: Machine, **facts: Any) -> Machine:
     """The machine with some facts changed; ``__`` in a name descends one level: ``driver__cuda__init=999``."""
     for path, value in facts.items():
         machine = _changed(machine, path.split("__"), value)
@@ -69,7 +69,7 @@ def healthy() -> Machine:
             groups=("user",),
             laptop=False,
         ),
-        hardware=Hardware(pci=(card(0x2335),)),
+        hardware=Hardware(pci=(pci_gpu(0x2335),)),
         kernel=Kernel(
             loaded=True,
             version=VERSION,
@@ -125,7 +125,10 @@ def healthy() -> Machine:
         torch_libraries=TorchLibraries(
             architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
             cubins=dict.fromkeys(("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"), 1000),
-            needed=(needed("libcudart.so.13", "nvidia/cu13/lib"), needed("libcudnn.so.9", "nvidia/cudnn/lib")),
+            needed=(
+                resolved_library("libcudart.so.13", "nvidia/cu13/lib"),
+                resolved_library("libcudnn.so.9", "nvidia/cudnn/lib"),
+            ),
         ),
         torch_run=TorchRun(
             ANSWERED,
@@ -146,7 +149,7 @@ def no_torch_run(machine: Machine) -> Machine:
     return replace(machine, torch_run=TorchRun())
 
 
-def dead(machine: Machine, *, available: bool = False, warning: str = "", error: str = "") -> Machine:
+def cuda_fails(machine: Machine, *, available: bool = False, warning: str = "", error: str = "") -> Machine:
     """The machine with a torch that can be imported but cannot initialize CUDA."""
     text = error or "RuntimeError: No CUDA GPUs are available"
     steps = (Step("import", ok=True), Step("available", ok=True), Step("init", ok=False, error=text))
@@ -156,13 +159,13 @@ def dead(machine: Machine, *, available: bool = False, warning: str = "", error:
     return replace(machine, torch_run=run)
 
 
-def refused(machine: Machine, code: int) -> Machine:
+def cuinit_fails(machine: Machine, code: int) -> Machine:
     """The machine whose ``cuInit`` returns ``code``, and whose torch fails accordingly."""
     cuda = replace(machine.driver.cuda, init=code, count=-1, count_code=3, gpus=())
-    return dead(replace(machine, driver=replace(machine.driver, cuda=cuda)))
+    return cuda_fails(replace(machine, driver=replace(machine.driver, cuda=cuda)))
 
 
-def bare() -> Machine:
+def without_gpu() -> Machine:
     """A laptop without an NVIDIA GPU, with a working CPU build of torch."""
     machine = healthy()
     steps = (Step("import", ok=True), Step("available", ok=True), Step("cpu", ok=True))
@@ -200,7 +203,7 @@ def in_container(machine: Machine, kind: str = "docker") -> Machine:
 def in_slurm(machine: Machine) -> Machine:
     """The machine seen from inside a Slurm job to which the GPU is allocated."""
     values = {"SLURM_JOB_ID": "4711", "SLURM_JOB_GPUS": "0", "SLURM_GPUS_ON_NODE": "1", "CUDA_VISIBLE_DEVICES": "0"}
-    return changed(machine, surroundings=Surroundings(slurm=True), variables__values=values)
+    return with_facts(machine, surroundings=Surroundings(slurm=True), variables__values=values)
 
 
 def in_wsl(machine: Machine) -> Machine:
@@ -232,7 +235,7 @@ def in_wsl(machine: Machine) -> Machine:
 _NODES = ("nvidiactl", "nvidia0", "nvidia-uvm")
 
 
-def card(device: int, driver: str = "nvidia", address: str = "0000:17:00.0") -> PciDevice:
+def pci_gpu(device: int, driver: str = "nvidia", address: str = "0000:17:00.0") -> PciDevice:
     return PciDevice(address, 0x10DE, device, 0x030200, driver, "D0", bars=(1 << 24, 1 << 37, 1 << 25))
 
 
@@ -272,6 +275,6 @@ def install(version: str = "2.13.0+cu130", cuda: str = "13.0") -> TorchInstall:
     )
 
 
-def needed(name: str, folder: str) -> Resolved:
+def resolved_library(name: str, folder: str) -> Resolved:
     path = f"{SITE}/{folder}/{name}"
     return Resolved(name, path, "RUNPATH", "libtorch_cuda.so", expected=path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.diagnose.fleet import ODDITIES, document, node, other_driver, server, variable
-from tests.diagnose.machines import bare, changed, refused
+from tests.diagnose.machines import cuinit_fails, with_facts, without_gpu
 from tests.diagnose.rules.machine_rows import with_gpu
 from tests.each import each
 
@@ -77,7 +77,7 @@ def test_consequence_on_one_machine_is_still_reported_for_another() -> None:
 
 
 def test_difference_explains_a_fault() -> None:
-    broken = refused(other_driver(server()), 803)
+    broken = cuinit_fails(other_driver(server()), 803)
     comparison = compare_machines(fleet(broken, node("NCCL")))
     (fault,) = comparison.faults
     assert (fault.nodes, fault.because) == (("gpu5",), ("driver",))
@@ -87,18 +87,18 @@ def test_difference_explains_a_fault() -> None:
 
 def test_fault_has_the_worst_severity_of_its_machines() -> None:
     lost = with_gpu(server(), code=15)
-    (fault,) = compare_machines(fleet(lost, refused(lost, 100))).faults
+    (fault,) = compare_machines(fleet(lost, cuinit_fails(lost, 100))).faults
     assert (fault.code, fault.severity, fault.nodes) == ("H02", "error", ("gpu5", "gpu6"))
 
 
 def test_difference_shared_with_a_healthy_machine_explains_nothing() -> None:
-    comparison = compare_machines(fleet(refused(other_driver(server()), 803), other_driver(server())))
+    comparison = compare_machines(fleet(cuinit_fails(other_driver(server()), 803), other_driver(server())))
     assert [fault.because for fault in comparison.faults] == [()]
     assert "; no difference explains what is wrong on gpu5: " in first_line(comparison)
 
 
 def test_same_fault_on_all_machines() -> None:
-    comparison = compare_machines({f"gpu{number}": refused(server(), 803) for number in range(3)})
+    comparison = compare_machines({f"gpu{number}": cuinit_fails(server(), 803) for number in range(3)})
     assert first_line(comparison).startswith("All 3 nodes are alike, and have a problem: ")
     assert not comparison.ok
 
@@ -111,7 +111,7 @@ def test_two_machines_have_no_majority() -> None:
 
 
 def test_unknown_facts_are_not_differences() -> None:
-    unknown = changed(
+    unknown = with_facts(
         server(),
         torch_run__nccl="",
         driver__nvml__driver="",
@@ -124,13 +124,13 @@ def test_unknown_facts_are_not_differences() -> None:
 
 
 def test_machine_without_a_gpu_differs_only_in_gpu_model() -> None:
-    machine = changed(bare(), python=server().python, variables=server().variables, taken=server().taken)
-    same_torch = changed(machine, torch=server().torch, torch_run__version="2.13.0+cu130", torch_run__cuda="13.0")
+    machine = with_facts(without_gpu(), python=server().python, variables=server().variables, taken=server().taken)
+    same_torch = with_facts(machine, torch=server().torch, torch_run__version="2.13.0+cu130", torch_run__cuda="13.0")
     assert reported(compare_machines(fleet(same_torch))) == {"GPU model": ("gpu5",)}
 
 
 def test_gpu_facts_are_not_compared_if_the_gpu_count_differs() -> None:
-    four_gpus = changed(
+    four_gpus = with_facts(
         server(4), driver__nvml__gpus=tuple(replace(gpu, nvlinks=4) for gpu in server(4).driver.nvml.gpus)
     )
     assert reported(compare_machines(fleet(four_gpus, four_gpus))) == {"GPUs": ("gpu5", "gpu6")}
@@ -155,7 +155,7 @@ def test_visible_devices_may_differ_but_not_their_number() -> None:
 
 
 def test_clocks_are_not_compared_between_reports_of_different_days() -> None:
-    machines = [changed(server(), taken=f"2026-11-{day:02}T12:00:00Z") for day in range(1, 6)]
+    machines = [with_facts(server(), taken=f"2026-11-{day:02}T12:00:00Z") for day in range(1, 6)]
     assert reported(compare_machines(fleet(*machines, alike=0))) == {}
 
 
@@ -255,7 +255,7 @@ def test_machines_are_named_after_folders_if_file_names_are_equal(
 
 def test_require_cuda_fails_if_cuda_is_not_usable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("n1", "n2"):
-        write(tmp_path / f"{name}.json", bare())
+        write(tmp_path / f"{name}.json", without_gpu())
     assert main(["doctor", "--compare", str(tmp_path)]) == 0
     assert main(["doctor", "--compare", str(tmp_path), "--require", "cuda"]) == 1
     assert "CUDA is required but not usable on n[1-2]" in capsys.readouterr().err

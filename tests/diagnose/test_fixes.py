@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.diagnose.machines import card, changed, healthy, in_container, in_slurm, in_wsl
+from tests.diagnose.machines import healthy, in_container, in_slurm, in_wsl, pci_gpu, with_facts
 from tests.diagnose.machines import install as installed
 from tests.each import each
 
@@ -19,7 +19,7 @@ def commands(lines: tuple[str, ...]) -> list[str]:
 
 
 def machine_on(distribution: str, manager: str, like: tuple[str, ...] = ()) -> Machine:
-    return changed(
+    return with_facts(
         healthy(),
         platform__distribution=distribution,
         platform__distribution_like=like,
@@ -36,8 +36,8 @@ NIXOS = machine_on("nixos", "nix")
 
 def with_pci_devices(machine: Machine, *devices: int, flavour: str = "") -> Machine:
     """The machine with other GPUs on its PCI bus."""
-    cards = tuple(card(device, address=f"0000:{bus:02x}:00.0") for bus, device in enumerate(devices, 1))
-    return changed(machine, hardware__pci=cards, kernel__flavour=flavour)
+    cards = tuple(pci_gpu(device, address=f"0000:{bus:02x}:00.0") for bus, device in enumerate(devices, 1))
+    return with_facts(machine, hardware__pci=cards, kernel__flavour=flavour)
 
 
 @each(
@@ -192,7 +192,7 @@ def test_every_section_of_the_steps_table_is_used() -> None:
 
 
 def test_steps_on_the_host_of_a_container_are_marked_and_use_sudo() -> None:
-    inside = changed(in_container(healthy()), platform__root=True)
+    inside = with_facts(in_container(healthy()), platform__root=True)
     to_host = "On the host, not in this container:"
     assert fixes.steps(inside, "D06")[1:] == (
         to_host,
@@ -213,13 +213,13 @@ def test_step_is_omitted_if_its_condition_is_false() -> None:
 def test_write_line_quotes_and_uses_sudo_unless_root() -> None:
     line = fixes.write_line(healthy(), "/opt/my lib", file="/etc/ld.so.conf.d/a.conf")
     assert line == "$ echo '/opt/my lib' | sudo tee /etc/ld.so.conf.d/a.conf"
-    inside = changed(in_container(healthy()), platform__root=True)
+    inside = with_facts(in_container(healthy()), platform__root=True)
     assert fixes.write_line(inside, "a", "b", file="/f") == "$ printf '%s\\n' a b | tee /f"
     assert fixes.write_line(inside, "a", "b", file="/f", host=True) == "$ printf '%s\\n' a b | sudo tee /f"
 
 
 def test_root_needs_no_sudo() -> None:
-    assert fixes.sudo(changed(healthy(), platform__root=True), "modprobe nvidia") == "$ modprobe nvidia"
+    assert fixes.sudo(with_facts(healthy(), platform__root=True), "modprobe nvidia") == "$ modprobe nvidia"
 
 
 # -- Python packages
@@ -227,9 +227,9 @@ def test_root_needs_no_sudo() -> None:
 
 def with_gpu(capability: tuple[int, int], cuda: int, driver: str, device: int = 0x2684) -> Machine:
     gpu = NvmlGpu(0, name="a card", capability=capability)
-    return changed(
+    return with_facts(
         healthy(),
-        hardware__pci=(card(device),),
+        hardware__pci=(pci_gpu(device),),
         driver__nvml__gpus=(gpu,),
         driver__nvml__driver=driver,
         driver__nvml__cuda=cuda,
@@ -245,20 +245,20 @@ def test_old_gpu_with_a_new_driver_gets_a_build_with_code_for_it() -> None:
 
 
 def test_gpu_bound_to_vfio_is_ignored() -> None:
-    unknown = changed(with_gpu((8, 9), 13000, "580.65.06"), driver__nvml__gpus=())
-    both = changed(unknown, hardware__pci=(card(ADA), card(KEPLER, "vfio-pci", address="0000:02:00.0")))
+    unknown = with_facts(with_gpu((8, 9), 13000, "580.65.06"), driver__nvml__gpus=())
+    both = with_facts(unknown, hardware__pci=(pci_gpu(ADA), pci_gpu(KEPLER, "vfio-pci", address="0000:02:00.0")))
     assert fixes.wheel_choice(both) == fixes.wheel_choice(unknown)
 
 
 def test_only_official_builds_get_an_index_url() -> None:
     for build, official in (("cu126", True), ("computecanada", False)):
-        machine = changed(healthy(), torch__installs=(installed(f"2.13.0+{build}"),))
+        machine = with_facts(healthy(), torch__installs=(installed(f"2.13.0+{build}"),))
         lines = fixes.reinstall(machine, gpu=None)
         assert any(f"/whl/{build}" in line for line in lines) is official
 
 
 def test_new_gpu_gets_the_driver_it_needs() -> None:
-    driver_without_gpu = changed(with_gpu((12, 0), 12040, "550.54.15", 0x2B85), driver__nvml__gpus=())
+    driver_without_gpu = with_facts(with_gpu((12, 0), 12040, "550.54.15", 0x2B85), driver__nvml__gpus=())
     lines = commands(fixes.install_wheel(driver_without_gpu))
     assert lines[:2] == ["sudo apt update", "sudo apt install nvidia-driver-580-open"]
     assert lines[-1].endswith("-m pip install torch==2.13.0")
@@ -275,7 +275,7 @@ def test_driver_for_cuda_12_gets_a_cuda_12_build() -> None:
 
 
 def test_torchvision_is_replaced_together_with_torch() -> None:
-    machine = changed(healthy(), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
+    machine = with_facts(healthy(), python__packages={"torch": "2.13.0", "torchvision": "0.28.0"})
     assert all("torchvision" in line for line in commands(fixes.install_wheel(machine)))
 
 
@@ -290,23 +290,23 @@ def test_installed_release_is_kept_if_it_has_a_suitable_build() -> None:
 
 def test_cuda_packages_of_the_old_torch_are_removed_with_it() -> None:
     packages = {"torch": "2.13.0", "nvidia-cudnn-cu13": "9", "nvidia-cudnn-cu12": "9", "nvidia-nccl-cu13": "2"}
-    machine = changed(with_gpu((8, 9), 12040, "550.54.14"), python__packages=packages)
+    machine = with_facts(with_gpu((8, 9), 12040, "550.54.14"), python__packages=packages)
     remove, install = commands(fixes.install_wheel(machine))
     assert remove.endswith("pip uninstall -y torch nvidia-cudnn-cu13 nvidia-nccl-cu13")
     assert install.endswith("/cu126")
-    poetry = changed(healthy(), python__tool="poetry", python__packages={"torch": "2.13.0", "nvidia-nccl-cu12": "2"})
+    poetry = with_facts(healthy(), python__tool="poetry", python__packages={"torch": "2.13.0", "nvidia-nccl-cu12": "2"})
     assert commands(fixes.install_wheel(poetry))[0] == "poetry remove torch"
 
 
 def test_guessed_build_is_called_likely() -> None:
-    unknown = changed(with_gpu((8, 9), 0, ""), kernel__version="", driver__nvml__driver="")
+    unknown = with_facts(with_gpu((8, 9), 0, ""), kernel__version="", driver__nvml__driver="")
     likely = "Why this build (likely, but not certain, to work): "
     assert any(line.startswith(likely) for line in fixes.install_wheel(unknown))
     assert any(line.startswith("Why this build: ") for line in fixes.install_wheel(healthy()))
 
 
 def test_missing_pip_is_installed_once_before_it_is_used() -> None:
-    lines = commands(fixes.install_wheel(changed(healthy(), python__pip=False)))
+    lines = commands(fixes.install_wheel(with_facts(healthy(), python__pip=False)))
     assert [line.split(" -m ")[1].split()[:2] for line in lines] == [
         ["ensurepip"],
         ["pip", "uninstall"],
@@ -323,12 +323,12 @@ def test_missing_pip_is_installed_once_before_it_is_used() -> None:
     ],
 )
 def test_packages_are_installed_with_the_tool_of_the_environment(tool: str, start: str) -> None:
-    (line,) = commands(fixes.install(changed(healthy(), python__tool=tool), "einops"))
+    (line,) = commands(fixes.install(with_facts(healthy(), python__tool=tool), "einops"))
     assert line == f"{start}einops"
 
 
 def test_conda_package_is_used_unless_torch_came_from_pip() -> None:
-    conda = changed(healthy(), python__tool="conda", python__prefix="/opt/conda/envs/my env")
+    conda = with_facts(healthy(), python__tool="conda", python__prefix="/opt/conda/envs/my env")
     without_torch = replace(conda, torch=replace(conda.torch, installs=()))
     (line,) = commands(fixes.install_wheel(without_torch))
     assert line.startswith("conda install -p '/opt/conda/envs/my env' -c conda-forge pytorch-gpu")
@@ -337,7 +337,7 @@ def test_conda_package_is_used_unless_torch_came_from_pip() -> None:
 
 def conda_machine(tool: str = "conda") -> Machine:
     """A machine with a torch installed by conda."""
-    conda = changed(healthy(), python__tool=tool, python__prefix="/opt/conda/envs/x")
+    conda = with_facts(healthy(), python__tool=tool, python__prefix="/opt/conda/envs/x")
     conda_torch = replace(installed("2.13.0"), installer="conda", conda_build="cuda130_py311")
     return replace(conda, torch=replace(conda.torch, installs=(conda_torch,)))
 
@@ -367,29 +367,29 @@ def test_packages_not_in_conda_are_installed_with_pip() -> None:
 
 
 def test_uv_and_pdm_projects_record_new_packages() -> None:
-    machine = changed(with_gpu((6, 1), 13000, "580.65.06"), python__tool="uv", python__project=True)
+    machine = with_facts(with_gpu((6, 1), 13000, "580.65.06"), python__tool="uv", python__project=True)
     (line,) = commands(fixes.install_wheel(machine))
     assert line == "uv add --index pytorch-cu126=https://download.pytorch.org/whl/cu126 torch==2.13.0"
     assert commands(fixes.install(machine, "einops")) == ["uv add einops"]
-    assert commands(fixes.install(changed(machine, python__tool="pdm"), "einops")) == ["pdm add einops"]
+    assert commands(fixes.install(with_facts(machine, python__tool="pdm"), "einops")) == ["pdm add einops"]
 
 
 def test_poetry_adds_the_index_as_a_source() -> None:
-    machine = changed(with_gpu((6, 1), 13000, "580.65.06"), python__tool="poetry")
+    machine = with_facts(with_gpu((6, 1), 13000, "580.65.06"), python__tool="poetry")
     add, install = commands(fixes.install_wheel(machine))
     assert add.endswith("pytorch-cu126 https://download.pytorch.org/whl/cu126")
     assert "--source pytorch-cu126" in install
 
 
 def test_externally_managed_python_gets_a_virtual_environment() -> None:
-    machine = changed(healthy(), python__externally_managed=True, python__executable="/usr/bin/python3")
+    machine = with_facts(healthy(), python__externally_managed=True, python__executable="/usr/bin/python3")
     create, install = commands(fixes.install(machine, "torch"))
     assert create == "/usr/bin/python3 -m venv .venv"
     assert install == ".venv/bin/python -m pip install torch"
 
 
 def test_path_with_spaces_is_quoted() -> None:
-    machine = changed(healthy(), python__executable="/home/a b/bin/python")
+    machine = with_facts(healthy(), python__executable="/home/a b/bin/python")
     assert commands(fixes.install(machine, "torch>=2"))[0] == "'/home/a b/bin/python' -m pip install 'torch>=2'"
 
 
@@ -401,34 +401,36 @@ def test_path_with_spaces_is_quoted() -> None:
     [("bash", "unset A B"), ("", "unset A B"), ("fish", "set -e A; set -e B"), ("tcsh", "unsetenv A; unsetenv B")],
 )
 def test_unset_uses_the_syntax_of_the_shell(shell: str, line: str) -> None:
-    assert commands(fixes.unset(changed(healthy(), platform__shell=shell), "A", "B"))[0] == line
+    assert commands(fixes.unset(with_facts(healthy(), platform__shell=shell), "A", "B"))[0] == line
 
 
 def test_permanent_change_names_the_place_where_the_variable_is_set() -> None:
-    machine = changed(healthy(), variables__values={"A": "1"}, variables__origins={"A": ("/etc/environment:3",)})
+    machine = with_facts(healthy(), variables__values={"A": "1"}, variables__origins={"A": ("/etc/environment:3",)})
     assert any("/etc/environment:3" in line for line in fixes.unset(machine, "A"))
-    service = changed(machine, variables__origins={}, surroundings=Surroundings(service="train.service"))
+    service = with_facts(machine, variables__origins={}, surroundings=Surroundings(service="train.service"))
     assert fixes.unset(service, "A")[1] == "To make it permanent, remove it in the unit: systemctl edit train.service"
-    escaped = changed(service, surroundings=Surroundings(service=r"a\x2db.service"))
+    escaped = with_facts(service, surroundings=Surroundings(service=r"a\x2db.service"))
     assert fixes.set_variable(escaped, "A", "2")[1] == (
         r"To make it permanent, change it in the unit: systemctl edit 'a\x2db.service'"
     )
 
 
 def test_drop_folder_keeps_the_rest_of_the_search_path() -> None:
-    machine = changed(healthy(), variables__values={"LD_LIBRARY_PATH": "/a:/cuda/stubs/:/b c"})
+    machine = with_facts(healthy(), variables__values={"LD_LIBRARY_PATH": "/a:/cuda/stubs/:/b c"})
     assert commands(fixes.drop_folder(machine, "LD_LIBRARY_PATH", "/cuda/stubs"))[0] == (
         "export LD_LIBRARY_PATH='/a:/b c'"
     )
-    other = changed(healthy(), variables__values={"LD_LIBRARY_PATH": "/cuda/stubs;/b"})  # the loader also splits at ;
+    other = with_facts(
+        healthy(), variables__values={"LD_LIBRARY_PATH": "/cuda/stubs;/b"}
+    )  # the loader also splits at ;
     assert commands(fixes.drop_folder(other, "LD_LIBRARY_PATH", "/cuda/stubs"))[0] == "export LD_LIBRARY_PATH=/b"
-    alone = changed(healthy(), variables__values={"LD_LIBRARY_PATH": "/cuda/stubs"})
+    alone = with_facts(healthy(), variables__values={"LD_LIBRARY_PATH": "/cuda/stubs"})
     assert commands(fixes.drop_folder(alone, "LD_LIBRARY_PATH", "/cuda/stubs"))[0] == "unset LD_LIBRARY_PATH"
 
 
 def test_drop_folder_recognizes_other_spellings_of_the_folder() -> None:
     for value in ("libs/shim:/x", "./libs/shim/:/x", "/home/me/libs//shim:/x"):
-        machine = changed(healthy(), variables__values={"LD_LIBRARY_PATH": value})
+        machine = with_facts(healthy(), variables__values={"LD_LIBRARY_PATH": value})
         line = commands(fixes.drop_folder(machine, "LD_LIBRARY_PATH", "/home/me/libs/shim"))[0]
         assert line == "export LD_LIBRARY_PATH=/x"
 
@@ -457,7 +459,10 @@ def test_dependent_modules_are_unloaded_first() -> None:
         (in_container(healthy(), "nspawn"), "systemd-nspawn --bind=/dev/nvidiactl"),
         (in_container(healthy(), "lxc"), "lxc config device add"),
         (in_slurm(healthy()), "--gres=gpu:1"),
-        (changed(healthy(), surroundings=Surroundings(kubernetes=True, container="containerd")), "nvidia.com/gpu: 1"),
+        (
+            with_facts(healthy(), surroundings=Surroundings(kubernetes=True, container="containerd")),
+            "nvidia.com/gpu: 1",
+        ),
     ],
 )
 def test_start_with_gpu_for_each_kind_of_container_and_job(machine: Machine, text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.diagnose.machines import ANSWERED, LIB, changed, healthy, library, no_torch_run
+from tests.diagnose.machines import ANSWERED, LIB, healthy, library, no_torch_run, with_facts
 
 from transload.diagnose.report import judge_machine
 from transload.machine import Cuda, Experiment, Machine, Node, Nvml, Step, Variables
@@ -76,10 +76,10 @@ def machine_of(body: str, facts: dict[str, Any]) -> Machine:
     cuda = Cuda(ANSWERED, f"{LIB}/libcuda.so.1", init, version, count, count_code, gpus)
     nvml_gpus = machine.driver.nvml.gpus[:nvml_count] if nvml_init == 0 else ()
     nvml = Nvml(ANSWERED, f"{LIB}/libnvidia-ml.so.1", nvml_init, "580.159.04", 13000, nvml_count, nvml_code, nvml_gpus)
-    machine = changed(machine, driver__cuda=cuda, driver__nvml=nvml, torch_run=recorded_run(machine, body))
+    machine = with_facts(machine, driver__cuda=cuda, driver__nvml=nvml, torch_run=recorded_run(machine, body))
     if isinstance(facts.get("nodes"), str):
         facts = {**facts, "nodes": with_null_device(machine, facts["nodes"])}
-    return changed(machine, **facts)
+    return with_facts(machine, **facts)
 
 
 def recorded_run(machine: Machine, body: str) -> Any:
@@ -116,7 +116,7 @@ def test_experiment_without_the_variable_is_evidence(name: str) -> None:
     machine = machine_of(dict(sections("h200-states.txt"))[name], {})
     experiment = Experiment(("CUDA_VISIBLE_DEVICES",), healthy().driver.cuda)
     variables = Variables({"CUDA_VISIBLE_DEVICES": HIDING_VALUES[name]})
-    diagnosis = judge_machine(changed(machine, variables=variables, driver__experiments=(experiment,)))
+    diagnosis = judge_machine(with_facts(machine, variables=variables, driver__experiments=(experiment,)))
     assert diagnosis.cause is not None
     assert any("without CUDA_VISIBLE_DEVICES" in line for line in diagnosis.cause.evidence)
 
@@ -151,7 +151,7 @@ def test_cause_of_each_recorded_state_of_device_nodes_is_named(name: str, body: 
     node = replace(
         machine.nodes.at(path), exists=not missing, mode=mode, error=error.group(1), nodev=name.startswith("nodev")
     )
-    machine = changed(
+    machine = with_facts(
         machine,
         nodes__found=tuple(node if n.path == path else n for n in machine.nodes.found),
         platform__root="as nobody" not in name,

@@ -11,8 +11,6 @@ from functools import cache
 
 import pytest
 from tests.diagnose.machines import (
-    card,
-    changed,
     cuda_gpu,
     healthy,
     in_container,
@@ -22,6 +20,8 @@ from tests.diagnose.machines import (
     library,
     no_torch_run,
     nvml_gpu,
+    pci_gpu,
+    with_facts,
 )
 
 from transload.diagnose.report import judge_machine
@@ -73,10 +73,10 @@ def machine_with(build: Build, platform: str, capability: tuple[int, ...], drive
     local = f"{build.torch}+{build.build}"
     python = ".".join(map(str, build.python[1]))
     return no_torch_run(
-        changed(
+        with_facts(
             healthy(),
             platform__machine=PLATFORMS[platform],
-            hardware__pci=(card(cards()[capability]),),
+            hardware__pci=(pci_gpu(cards()[capability]),),
             kernel__version=driver,
             kernel__flavour="proprietary"
             if chip_generation is None or chip_generation.open_module == "impossible"

@@ -8,7 +8,18 @@ from dataclasses import replace
 
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
-from tests.diagnose.machines import UUID, bare, changed, dead, healthy, in_container, in_slurm, in_wsl, install, refused
+from tests.diagnose.machines import (
+    UUID,
+    cuda_fails,
+    cuinit_fails,
+    healthy,
+    in_container,
+    in_slurm,
+    in_wsl,
+    install,
+    with_facts,
+    without_gpu,
+)
 from tests.each import each
 
 from transload.diagnose.redact import Names, names_here, redacted
@@ -33,7 +44,7 @@ def at_home(user: str, machine: Machine) -> Machine:
     values = {**machine.variables.values, "HOME": home, "LD_LIBRARY_PATH": f"{home}/lib:/scratch/{user}/cuda/lib64"}
     venv = f"{home}/venv"
     torch = replace(install(), location=f"{venv}/lib/python3.11/site-packages/torch")
-    return changed(
+    return with_facts(
         machine,
         variables=Variables(values, {"LD_LIBRARY_PATH": (f"{home}/.bashrc:12",)}),
         python__executable=f"{venv}/bin/python",
@@ -46,20 +57,20 @@ def at_home(user: str, machine: Machine) -> Machine:
     )
 
 
-CPU_BUILD = changed(
-    dead(healthy(), error="AssertionError: Torch not compiled with CUDA enabled"),
+CPU_BUILD = with_facts(
+    cuda_fails(healthy(), error="AssertionError: Torch not compiled with CUDA enabled"),
     torch=Torch(installs=(replace(install(), version="2.13.0+cpu", cuda=""),)),
 )
 MACHINES = {
     "healthy": healthy(),
-    "bare": bare(),
+    "bare": without_gpu(),
     "cpu build": CPU_BUILD,
     "container": in_container(healthy()),
     "slurm": in_slurm(healthy()),
     "wsl": in_wsl(healthy()),
-    **{f"cuInit {code}": refused(healthy(), code) for code in (3, 34, 100, 101, 802, 803, 999)},
-    "no permission": changed(
-        refused(healthy(), 100),
+    **{f"cuInit {code}": cuinit_fails(healthy(), code) for code in (3, 34, 100, 101, 802, 803, 999)},
+    "no permission": with_facts(
+        cuinit_fails(healthy(), 100),
         nodes__found=(
             Node("/dev/nvidiactl", mode=0o600, gid=44, group="video", error="EACCES"),
             Node("/dev/nvidia0", major=195),
@@ -144,7 +155,7 @@ def test_host_name_that_is_not_a_word_is_replaced_everywhere() -> None:
 
 
 def test_ipv6_address_is_recognized_by_its_field() -> None:
-    machine = changed(healthy(), variables=Variables({"KUBERNETES_SERVICE_HOST": "fd00:10::1"}))
+    machine = with_facts(healthy(), variables=Variables({"KUBERNETES_SERVICE_HOST": "fd00:10::1"}))
     assert redacted(machine).variables.values == {"KUBERNETES_SERVICE_HOST": "2001:db8::1"}
 
 
@@ -157,7 +168,7 @@ def test_ipv6_address_is_recognized_by_its_field() -> None:
     ],
 )
 def test_private_origin_of_a_package_is_replaced(origin: str, expected: str) -> None:
-    machine = changed(healthy(), torch__installs=(replace(install(), origin=origin),))
+    machine = with_facts(healthy(), torch__installs=(replace(install(), origin=origin),))
     first = redacted(machine, ALICE).torch.first
     assert first is not None
     assert first.origin == expected
@@ -165,20 +176,20 @@ def test_private_origin_of_a_package_is_replaced(origin: str, expected: str) -> 
 
 def test_groups_and_addresses_are_recognized_by_their_field() -> None:
     values = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "CUDA_VERSION": "12.8.1.0"}
-    machine = changed(healthy(), platform__groups=("alice", "video"), variables=Variables(values))
+    machine = with_facts(healthy(), platform__groups=("alice", "video"), variables=Variables(values))
     out = redacted(machine, ALICE)
     assert out.platform.groups == ("user", "video")
     assert out.variables.values == {"KUBERNETES_SERVICE_HOST": "192.0.2.1", "CUDA_VERSION": "12.8.1.0"}
 
 
 def test_home_of_the_user_is_derived_from_the_facts_of_the_machine() -> None:
-    machine = changed(Machine(), python__user_site="/home/bob/.local", python__executable="/home/carol/bin/python")
+    machine = with_facts(Machine(), python__user_site="/home/bob/.local", python__executable="/home/carol/bin/python")
     out = redacted(machine)
     assert (out.python.user_site, out.python.executable) == ("~/.local", "~user2/bin/python")
 
 
 def test_home_variable_of_the_machine_wins_over_the_local_home() -> None:
-    machine = changed(Machine(), variables=Variables({"HOME": "/home/bob"}))
+    machine = with_facts(Machine(), variables=Variables({"HOME": "/home/bob"}))
     assert redact_text("/home/bob/x /home/alice/x", ALICE, machine) == "~/x ~user2/x"
 
 
@@ -245,7 +256,7 @@ def test_names_here_finds_homes_users_and_hosts() -> None:
 def with_two_gpus(value: str) -> Machine:
     machine = healthy()
     first, second = (replace(machine.driver.nvml.gpus[0], index=n, uuid=u) for n, u in enumerate((UUID, OTHER)))
-    return changed(
+    return with_facts(
         machine,
         driver__nvml__gpus=(first, second),
         driver__cuda__gpus=(replace(machine.driver.cuda.gpus[0], uuid=UUID),),
@@ -313,7 +324,7 @@ def test_no_name_remains_and_redaction_is_idempotent(user: str, host: str, kind:
     assume(user not in plain and short not in plain and short not in user and user not in host)
     assume(not {user, short} & {"host", "user", "venv", "scratch", "bashrc"} and "192" not in short)
     names = Names((f"/home/{user}",), (user,), (host,))
-    named_machine = changed(
+    named_machine = with_facts(
         at_home(user, machine), kernel__log=(f"Nov 15 {host} kernel: NVRM", f"{short} kernel: {user}@{host}")
     )
     out = redacted(named_machine, names)

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.diagnose.machines import bare, healthy, in_container, in_slurm, in_wsl, refused
+from tests.diagnose.machines import cuinit_fails, healthy, in_container, in_slurm, in_wsl, without_gpu
 from tests.each import each
 
 from transload.diagnose.saved import machine_from, machine_in, machine_of
@@ -34,11 +34,11 @@ FULL = Machine(
         Machine(),
         FULL,
         healthy(),
-        bare(),
+        without_gpu(),
         in_container(healthy()),
         in_slurm(healthy()),
         in_wsl(healthy()),
-        refused(healthy(), 999),
+        cuinit_fails(healthy(), 999),
     ],
 )
 def test_saved_machine_is_read_back(machine: Machine) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests import forks
-from tests.diagnose.machines import bare, changed, dead, healthy, install, no_torch_run, refused
+from tests.diagnose.machines import cuda_fails, cuinit_fails, healthy, install, no_torch_run, with_facts, without_gpu
 from tests.each import each
 
 from transload.diagnose.case import LAYERS, Case, Found, Match, Rule
@@ -37,7 +37,7 @@ def codes(diagnosis: Diagnosis) -> list[str]:
     return [finding.code for finding in diagnosis.findings]
 
 
-BROKEN = refused(healthy(), 999)
+BROKEN = cuinit_fails(healthy(), 999)
 
 
 def test_working_machine_without_findings_is_ok() -> None:
@@ -46,7 +46,7 @@ def test_working_machine_without_findings_is_ok() -> None:
 
 
 def test_machine_without_a_gpu_and_without_errors_is_ok() -> None:
-    diagnosis = judge_machine(bare(), [rule("H01", "hardware", "note")])
+    diagnosis = judge_machine(without_gpu(), [rule("H01", "hardware", "note")])
     assert (diagnosis.status, diagnosis.cause) == ("no-gpu", None)
     assert codes(diagnosis) == ["H01"]
     assert diagnosis.ok
@@ -98,7 +98,9 @@ def test_symptom_is_attributed_to_a_cause_in_its_own_chain() -> None:
 
 
 def test_hardware_fault_is_the_cause_if_torch_fails_with_a_working_driver() -> None:
-    machine = dead(healthy(), available=True, error="RuntimeError: CUDA error: uncorrectable ECC error encountered")
+    machine = cuda_fails(
+        healthy(), available=True, error="RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    )
     assert codes(judge_machine(machine, [rule("H03", "hardware")])) == ["H03"]
     assert judge_machine(machine, [rule("H03", "hardware")]).status == "broken"
 
@@ -139,7 +141,7 @@ def test_likely_cause_is_marked_as_probable() -> None:
 
 def test_cuda_usable_comes_from_torch_or_else_from_the_driver() -> None:
     assert judge_machine(healthy(), []).cuda_usable
-    assert not judge_machine(dead(healthy()), []).cuda_usable
+    assert not judge_machine(cuda_fails(healthy()), []).cuda_usable
     assert judge_machine(no_torch_run(healthy()), []).cuda_usable
     assert not judge_machine(no_torch_run(healthy()), [rule("T01", "build")]).cuda_usable
     assert not judge_machine(no_torch_run(BROKEN), []).cuda_usable
@@ -169,7 +171,7 @@ def test_rule_that_other_rules_call_may_raise(monkeypatch: pytest.MonkeyPatch) -
 
     bad = Rule("C09", "surroundings", check)
     monkeypatch.setitem(BY_CODE, "C09", bad)
-    cpu_build = changed(healthy(), torch=Torch(installs=(install("2.13.0+cpu", ""),)), torch_run=TorchRun())
+    cpu_build = with_facts(healthy(), torch=Torch(installs=(install("2.13.0+cpu", ""),)), torch_run=TorchRun())
     assert judge_machine(cpu_build, [bad]).machine.problems == {"rule C09": "OverflowError: "}
 
 

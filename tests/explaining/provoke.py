@@ -248,12 +248,12 @@ def no_folder(folder: Path) -> object:
 
 @provokes("script-too-new")
 def newer_version(folder: Path) -> object:
-    return load(folder, forge.archive(forge.remade(forge.entries(), "version", data=b"99\n")))
+    return load(folder, forge.archive(forge.with_changes(forge.entries(), "version", data=b"99\n")))
 
 
 @provokes("record-wrong-size", since=(2, 10))
 def short_record(folder: Path) -> object:
-    return load(folder, forge.archive(forge.remade(forge.entries(), "data/0", data=b"short")))
+    return load(folder, forge.archive(forge.with_changes(forge.entries(), "data/0", data=b"short")))
 
 
 @provokes("mmap-not-plain")
@@ -264,7 +264,7 @@ def short_record_with_mmap(folder: Path) -> object:
 
 @provokes("byte-order")
 def odd_byte_order(folder: Path) -> object:
-    return load(folder, forge.archive(forge.remade(forge.entries(), "byteorder", data=b"middle")))
+    return load(folder, forge.archive(forge.with_changes(forge.entries(), "byteorder", data=b"middle")))
 
 
 # -- the legacy format, and ways to open a file

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from tests import forge
-from tests.diagnose.machines import bare, changed, healthy, install, no_torch_run, refused
+from tests.diagnose.machines import cuinit_fails, healthy, install, no_torch_run, with_facts, without_gpu
 
 import transload
 from transload.diagnose.report import judge_machine
@@ -32,20 +32,20 @@ def explained(text: str | BaseException, machine: Machine) -> transload.Explanat
 
 
 def test_machine_without_gpu_is_not_a_fault() -> None:
-    (answer,) = explained(NO_CUDA, bare()).answers
+    (answer,) = explained(NO_CUDA, without_gpu()).answers
     assert answer.machine is not None
     assert (answer.machine.status, answer.machine.fits, answer.machine.code) == ("no-gpu", False, "")
     assert "map_location" in " ".join(answer.fix)
-    assert "there is no GPU in this machine" in str(explained(NO_CUDA, bare()))
+    assert "there is no GPU in this machine" in str(explained(NO_CUDA, without_gpu()))
 
 
 def test_matching_fault_of_this_machine_is_shown_with_its_fix() -> None:
-    broken = changed(healthy(), variables__values={"CUDA_VISIBLE_DEVICES": ""})
+    broken = with_facts(healthy(), variables__values={"CUDA_VISIBLE_DEVICES": ""})
     text = "RuntimeError: No CUDA GPUs are available"
-    (answer,) = explained(text, changed(broken, driver=refused(broken, 100).driver)).answers
+    (answer,) = explained(text, with_facts(broken, driver=cuinit_fails(broken, 100).driver)).answers
     assert answer.machine is not None
     assert (answer.machine.code, answer.machine.fits) == ("E01", True)
-    shown = str(explained(text, changed(broken, driver=refused(broken, 100).driver)))
+    shown = str(explained(text, with_facts(broken, driver=cuinit_fails(broken, 100).driver)))
     assert "this machine has this fault" in shown
     assert "$ unset CUDA_VISIBLE_DEVICES" in shown
 
@@ -61,17 +61,17 @@ def test_healthy_machine_is_reported_as_not_broken() -> None:
 
 def test_other_fault_of_this_machine_is_not_the_cause() -> None:
     text = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
-    (answer,) = explained(text, refused(healthy(), 802)).answers
+    (answer,) = explained(text, cuinit_fails(healthy(), 802)).answers
     assert answer.machine is not None
     assert not answer.machine.fits
-    assert "this machine has another fault" in str(explained(text, refused(healthy(), 802)))
+    assert "this machine has another fault" in str(explained(text, cuinit_fails(healthy(), 802)))
 
 
 def without_torch(machine: Machine) -> Machine:
-    return changed(machine, torch__installs=(), python__executable="/pipx/bin/python", extensions=())
+    return with_facts(machine, torch__installs=(), python__executable="/pipx/bin/python", extensions=())
 
 
-@pytest.mark.parametrize("machine", [bare(), healthy()], ids=["without GPU", "with GPU"])
+@pytest.mark.parametrize("machine", [without_gpu(), healthy()], ids=["without GPU", "with GPU"])
 def test_python_without_torch_is_not_the_cause_of_a_torch_error(machine: Machine) -> None:
     torchless = without_torch(machine)
     assert judge_machine(no_torch_run(torchless)).cause is not None
@@ -95,7 +95,7 @@ def test_python_without_torch_is_the_cause_of_module_not_found() -> None:
 
 def test_driver_fault_is_found_without_torch() -> None:
     text = "RuntimeError: CUDA error: system not yet initialized"
-    (answer,) = explained(text, without_torch(refused(healthy(), 802))).answers
+    (answer,) = explained(text, without_torch(cuinit_fails(healthy(), 802))).answers
     assert answer.machine is not None
     assert answer.machine.fits
     assert answer.machine.code in answer.causes
@@ -103,7 +103,7 @@ def test_driver_fault_is_found_without_torch() -> None:
 
 def cpu_only(location: str) -> Machine:
     build = replace(install("2.13.0+cpu", ""), location=location)
-    return changed(healthy(), torch__installs=(build,))
+    return with_facts(healthy(), torch__installs=(build,))
 
 
 def test_torch_outside_the_traceback_is_not_the_cause(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_steps_are_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     Path("model.pt").write_bytes(forge.checkpoint()[:-100])
     text = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory: 'model.pt'"
-    explanation = explained(text, bare())
+    explanation = explained(text, without_gpu())
     (answer,) = explanation.answers
     assert answer.file is not None
     assert any("again" in line for line in answer.file.fix)
@@ -154,7 +154,7 @@ def test_file_named_in_the_traceback_is_checked(tmp_path: Path, monkeypatch: pyt
         '  File "run.py", line 3, in <module>\n    torch.load("model.pt", weights_only=False)\n'
         "_pickle.UnpicklingError: invalid load key, '<'.\n"
     )
-    (answer,) = explained(text, bare()).answers
+    (answer,) = explained(text, without_gpu()).answers
     assert answer.file is not None
     assert (answer.file.path, answer.file.ok) == ("model.pt", False)
     assert "a web page" in answer.file.verdict
@@ -168,16 +168,16 @@ def test_path_is_read_from_the_frames_of_an_exception(tmp_path: Path) -> None:
     )
     with pytest.raises(RuntimeError, match="deserialize") as caught:
         torch.load(path)
-    (answer,) = explained(caught.value, bare()).answers
+    (answer,) = explained(caught.value, without_gpu()).answers
     assert answer.file is not None
     assert (answer.file.path, answer.file.ok, answer.file.same) == (str(path), True, True)
-    assert "torch.load gives the same error for it" in str(explained(caught.value, bare()))
+    assert "torch.load gives the same error for it" in str(explained(caught.value, without_gpu()))
 
 
 def test_intact_file_does_not_give_the_same_error(tmp_path: Path) -> None:
     path = tmp_path / "fine.pt"
     path.write_bytes(forge.checkpoint())
-    (answer,) = explained(f"{NO_CUDA} from '{path}'", bare()).answers
+    (answer,) = explained(f"{NO_CUDA} from '{path}'", without_gpu()).answers
     assert answer.file is not None
     assert answer.file.ok
     assert not answer.file.same
@@ -186,7 +186,7 @@ def test_intact_file_does_not_give_the_same_error(tmp_path: Path) -> None:
 def test_file_with_invalid_sparse_indices_is_not_ok(tmp_path: Path) -> None:
     path = tmp_path / "outside.pt"
     torch.save(torch.sparse_coo_tensor(torch.tensor([[7]]), torch.ones(1), (3,), check_invariants=False), path)
-    (answer,) = explained(f"{NO_CUDA} from '{path}'", bare()).answers
+    (answer,) = explained(f"{NO_CUDA} from '{path}'", without_gpu()).answers
     assert answer.file is not None
     assert not answer.file.ok
     assert "sparse" in answer.file.verdict

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from tests.diagnose.machines import bare, no_torch_run
+from tests.diagnose.machines import no_torch_run, without_gpu
 from tests.each import for_each
 from tests.explaining.wordings import WORDINGS
 from tests.schema import validate
@@ -52,7 +52,7 @@ def test_every_answer_has_a_section() -> None:
 
 def test_example_in_the_manual_matches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT / "examples")
-    with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(bare()))):
+    with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(without_gpu()))):
         shown = str(transload.explain(LOG))
     page = (ROOT / "docs" / "explain.md").read_text(encoding="utf-8")
     block = page.partition("| transload explain\n    ✗")[2].partition("\n\n| option")[0]
@@ -67,5 +67,5 @@ def test_python_in_the_manual_runs() -> None:
 def test_json_conforms_to_the_schema() -> None:
     schema = ROOT / "docs" / "explain.schema.json"
     texts = [*(wording.text for wording in WORDINGS[::7]), "ZeroDivisionError: division by zero"]
-    with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(bare()))):
+    with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(without_gpu()))):
         for_each(texts, lambda text: validate(transload.explain(text).to_dict(), schema))

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from tests.each import each, for_each
-from tests.forge import call, listing, name, pickled, text
-from tests.loading.equal import same
-from tests.loading.zoo import tagged
+from tests.forge import call, list_of, name, pickled, text
+from tests.loading.equal import assert_same
+from tests.loading.zoo import save_with_tag
 
 import transload
 from transload.errors import BrokenFileError, NotACheckpointError, UnsafeError
@@ -42,7 +42,7 @@ COMPRESSIONS = ["zlib", "gzip", "bz2", "lzma", "xz"]
 
 def dumped(value: Any, *, tag: str = "cuda:0", **options: Any) -> bytes:
     buffer = io.BytesIO()
-    with tagged(tag), warnings.catch_warnings():
+    with save_with_tag(tag), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         joblib.dump(value, buffer, **options)
     return buffer.getvalue()
@@ -68,7 +68,7 @@ def check_inspect_and_load(data: bytes) -> None:
         "numpy.core.multiarray.scalar",
     }
     for trusted in (False, True):
-        same(EXPECTED, loaded(data, weights_only=not trusted))
+        assert_same(EXPECTED, loaded(data, weights_only=not trusted))
 
 
 def test_arrays_and_tensors_in_every_protocol() -> None:
@@ -88,12 +88,12 @@ def test_file_with_only_tensors_is_data_only() -> None:
     for compress in (0, 3):
         data = dumped({"w": VALUE["w"]}, compress=compress)
         assert inspect(data).safety == "data-only"
-        same({"w": EXPECTED["w"]}, loaded(data))
+        assert_same({"w": EXPECTED["w"]}, loaded(data))
 
 
 def test_file_with_only_arrays_is_loaded() -> None:
     arrays = {"a": VALUE["matrix"], "b": VALUE["large"]}
-    same(arrays, loaded(dumped(arrays)))
+    assert_same(arrays, loaded(dumped(arrays)))
     big = loaded(dumped({"b": np.arange(3, dtype=">i4")}))["b"]
     assert (big.dtype.str, big.tolist()) == (">i4", [0, 1, 2])
 
@@ -188,7 +188,7 @@ CALL = b"cos\ngetcwd\n)R"  # harmless stand-in for an attack
 
 
 def test_handwritten_array_wrapper_is_loaded() -> None:
-    data = pickled(listing(wrapped(NUMBERS), text("behind")), 3)
+    data = pickled(list_of(wrapped(NUMBERS), text("behind")), 3)
     assert inspect(data).safety == "needs-trust"
     array, after = loaded(data)
     assert (array.tolist(), after) == ([1, 2, 3, 4], "behind")

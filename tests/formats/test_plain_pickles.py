@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 from tests.each import each
-from tests.forge import DANGEROUS, FLOATS, call, legacy, listing, name, pickled, storage_id, text
-from tests.loading.equal import same
-from tests.loading.zoo import tagged
+from tests.forge import DANGEROUS, FLOATS, call, legacy, list_of, name, pickled, storage_id, text
+from tests.loading.equal import assert_same
+from tests.loading.zoo import save_with_tag
 
 import transload
 from transload.checkpoint import Checkpoint
@@ -55,7 +55,7 @@ def kinds_of_tensors() -> dict[str, Any]:
 
 
 def dumped(value: object, protocol: int = 4, tag: str = "") -> bytes:
-    with tagged(tag), warnings.catch_warnings():
+    with save_with_tag(tag), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pickle.dumps(value, protocol)
 
@@ -91,7 +91,7 @@ def test_pickle_of_tensors_is_inspected_and_loaded(make: Any, protocol: int) -> 
     assert (loader.verdict, loader.called) == ("data", len(checkpoint.storages))
     assert all(storage.stored == storage.nbytes for storage in checkpoint.storages)
     for trusted in (False, True):
-        same(loaded(data, weights_only=not trusted), pickle.loads(data))
+        assert_same(loaded(data, weights_only=not trusted), pickle.loads(data))
 
 
 @each("protocol", PROTOCOLS)
@@ -104,7 +104,7 @@ def test_file_from_a_gpu_loads_without_a_gpu(protocol: int) -> None:
         transload.load(io.BytesIO(data))
     for options in ({}, {"map_location": "cpu"}, {"weights_only": False}):
         result = loaded(data, **options)
-        same(result, round_trip(value))
+        assert_same(result, round_trip(value))
 
 
 def test_file_offsets_of_tensors_are_right() -> None:
@@ -127,7 +127,7 @@ def test_open_convert_and_verify(protocol: int, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         assert torch.equal(opened["model/0.weight"][1:3], value["model"]["0.weight"][1:3])
     transload.convert(path, tmp_path / "new.pt")
-    same(dict(torch.load(tmp_path / "new.pt")["model"]), dict(round_trip(value["model"])))
+    assert_same(dict(torch.load(tmp_path / "new.pt")["model"]), dict(round_trip(value["model"])))
     assert transload.verify(path).integrity == "unchecked"
     with pytest.raises(RescueError, match="plain pickle"):
         transload.rescue(path, tmp_path / "rescued.pkl")
@@ -155,7 +155,7 @@ def stream(**parts: Any) -> bytes:
     """The argument of ``_load_from_bytes`` for four floats."""
     defaults: dict[str, Any] = {
         "object": pickled(storage_id("7", 4, "FloatStorage", "cpu", None)),
-        "keys": pickled(listing("7")),
+        "keys": pickled(list_of("7")),
         "storages": (struct.pack("<q", 4) + FLOATS,),
     }
     return legacy(**{**defaults, **parts})
@@ -198,8 +198,8 @@ HOSTILE = {
         object=pickled(name("os", "getcwd") + b"0" + storage_id("7", 4, "FloatStorage", "cpu", None))
     ),
     "a class that is not a storage's": stream(object=pickled(storage_id("7", 4, "system", "cpu", None))),
-    "two keys": stream(keys=pickled(listing("7", "8"))),
-    "another key": stream(keys=pickled(listing("8"))),
+    "two keys": stream(keys=pickled(list_of("7", "8"))),
+    "another key": stream(keys=pickled(list_of("8"))),
     "another count": stream(storages=(struct.pack("<q", 5) + FLOATS,)),
     "trailing bytes": stream() + b"\0",
     "an archive": b"PK\x03\x04",
@@ -221,14 +221,14 @@ def test_invalid_storage_bytes_are_dangerous(data: bytes, write: Any, capsys: py
 
 GOOD = call(LOADER, as_bytes(stream()))
 OTHER_USES = {
-    "the function as a value": listing(GOOD, LOADER),
-    "the function as an argument": listing(GOOD, call(name("functools", "partial"), LOADER)),
-    "a second call with invalid bytes": listing(GOOD, call(LOADER, as_bytes(b"x"))),
+    "the function as a value": list_of(GOOD, LOADER),
+    "the function as an argument": list_of(GOOD, call(name("functools", "partial"), LOADER)),
+    "a second call with invalid bytes": list_of(GOOD, call(LOADER, as_bytes(b"x"))),
     "two arguments": call(LOADER, as_bytes(stream()), b"N"),
     "the same bytes again": LOADER + b"q\x01" + as_bytes(stream()) + b"q\x02\x85R0h\x01h\x02\x85R",
     "another codec": call(LOADER, call(name("_codecs", "encode"), text(stream().decode("latin-1")), text("utf-8"))),
-    "a persistent id": listing(GOOD, storage_id("0", 4, "FloatStorage", "cpu")),
-    "attributes of the function": listing(GOOD, LOADER + b"}" + text("a") + b"Nsb"),
+    "a persistent id": list_of(GOOD, storage_id("0", 4, "FloatStorage", "cpu")),
+    "attributes of the function": list_of(GOOD, LOADER + b"}" + text("a") + b"Nsb"),
     "a discarded call with invalid bytes": GOOD + b"0" + call(LOADER, as_bytes(b"x")) + b"0N",
 }
 
@@ -277,7 +277,7 @@ def test_large_file_is_loaded(tmp_path: Path) -> None:
     value = {"a": torch.arange(5_000_000), "b": torch.ones(3)}
     path = tmp_path / "large.pkl"
     path.write_bytes(dumped(value))
-    same(transload.load(path), round_trip(value))
+    assert_same(transload.load(path), round_trip(value))
 
 
 def test_inspect_does_not_import_torch(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_files_of_cloudpickle_and_dill(package: str, tmp_path: Path) -> None:
     module = pytest.importorskip(package)
     weights = torch.nn.Linear(3, 2).state_dict()
     path = tmp_path / "model.pkl"
-    with tagged("cuda:1"):
+    with save_with_tag("cuda:1"):
         path.write_bytes(module.dumps({"model": weights}))
     assert transload.inspect(path).safety == "data-only"
     loaded = transload.load(path)["model"]

@@ -26,17 +26,17 @@ from tests.forge import (
     dictionary,
     entries,
     legacy,
-    listing,
+    list_of,
     name,
     number,
     ordered,
     pickled,
-    rebuilt,
-    remade,
+    rebuild_call,
     storage_id,
     tensor,
     text,
     tuple_of,
+    with_changes,
 )
 
 from transload.judge import inspect
@@ -78,7 +78,7 @@ def deflated_zeros(size: int) -> bytes:
 def deflated(title: str, size: int = BOMB) -> list[Entry]:
     """The records of a checkpoint, one of which inflates to ``size`` zeros."""
     claims = {"size": size, "local_size": size, "crc32": 1, "local_crc32": 1}
-    return remade(entries(), title, method=8, flags=0x800, raw=deflated_zeros(size), data=b"", **claims)
+    return with_changes(entries(), title, method=8, flags=0x800, raw=deflated_zeros(size), data=b"", **claims)
 
 
 def shared_pairs(levels: int) -> bytes:
@@ -97,7 +97,7 @@ def parameters(levels: int) -> bytes:
     """A parameter of a parameter of a parameter …"""
     out = tensor("0")
     for _ in range(levels):
-        out = rebuilt("_rebuild_parameter", out, True, ordered())
+        out = rebuild_call("_rebuild_parameter", out, True, ordered())
     return out
 
 
@@ -141,7 +141,7 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
     "a dictionary that contains itself": lambda: archive_of(SELF_DICT),
     "one tensor under many names": lambda: archive_of(tensor("0") + b"q\0](" + b"h\0" * 10 * MANY + b"e"),
     "one list of a thousand under a thousand names": lambda: archive_of(
-        listing(*[number(i) for i in range(1000)]) + b"q\0](" + b"h\0" * 1000 + b"e"
+        list_of(*[number(i) for i in range(1000)]) + b"q\0](" + b"h\0" * 1000 + b"e"
     ),
     "many values": lambda: archive_of(b"](" + b"K\1" * 10 * MANY + b"e"),
     "many empty dictionaries": lambda: archive_of(b"](" + b"}" * 10 * MANY + b"e"),
@@ -157,7 +157,7 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
     "a thousand dimensions": lambda: archive_of(ordered({"w": tensor("0", (1,) * 1000, (1,) * 1000)})),
     "a thousand dimensions of two": lambda: archive_of(ordered({"w": tensor("0", (2,) * 1000, (0,) * 1000)})),
     "a key of a megabyte": lambda: archive_of(ordered({"k" * 10 * MANY: tensor("0")})),
-    "a long key above many values": lambda: archive_of(dictionary({"k" * MANY: listing(*[tensor("0")] * 2000)})),
+    "a long key above many values": lambda: archive_of(dictionary({"k" * MANY: list_of(*[tensor("0")] * 2000)})),
     "a hundred long keys in a row": lambda: archive_of(
         b"".join(b"}" + text(f"{i}" * 1000) for i in range(100)) + b"N" + b"s" * 100
     ),
@@ -167,7 +167,7 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
     "a format version that is a bomb": lambda: archive(deflated(".format_version")),
     "an index that is a bomb": lambda: archive(deflated("data.pkl")),
     "an index that is a bomb of dictionaries": lambda: archive(
-        remade(entries(), "data.pkl", data=b"\x80\x02" + b"}" * (60 << 20) + b".", method=8, flags=0x800)
+        with_changes(entries(), "data.pkl", data=b"\x80\x02" + b"}" * (60 << 20) + b".", method=8, flags=0x800)
     ),
     "an unused record that is a bomb of dictionaries": lambda: archive(
         [*entries(), Entry(b"archive/x", b"\x80\x02" + b"}" * (60 << 20) + b".", method=8, flags=0x800)]
@@ -190,10 +190,10 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
         entries(), Tail(zip64=True, start=forge.ALL32, wide_start=(1 << 64) - 1)
     ),
     "a record of 2**64 - 1 bytes": lambda: archive(
-        remade(entries(), "data/0", stored=forge.ALL32, size=forge.ALL32, extra=forge.sized((1 << 64) - 1))
+        with_changes(entries(), "data/0", stored=forge.ALL32, size=forge.ALL32, extra=forge.zip64_sizes((1 << 64) - 1))
     ),
     "a header at 2**64 - 1": lambda: archive(
-        remade(entries(), "data/0", header=forge.ALL32, extra=struct.pack("<2HQ", 1, 8, (1 << 64) - 1))
+        with_changes(entries(), "data/0", header=forge.ALL32, extra=struct.pack("<2HQ", 1, 8, (1 << 64) - 1))
     ),
     "a name of 64 kilobytes": lambda: archive([*entries(), Entry(b"archive/" + b"n" * 65_000, b"x")]),
     "legacy: 2**38 elements": lambda: legacy(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests import forge
 from tests.each import each
-from tests.forge import call, name, number, ordered, pickled, rebuilt, storage_id, tensor, tuple_of
+from tests.forge import call, name, number, ordered, pickled, rebuild_call, storage_id, tensor, tuple_of
 from tests.release import RELEASE, SAVES_NEW_DTYPES, needs_torch
 from torch import nn
 
@@ -293,7 +293,7 @@ def read(body: bytes, **storages: bytes) -> Checkpoint:
 
 
 def test_tensor_rebuilt_on_another_device_has_that_device() -> None:
-    body = rebuilt("_rebuild_device_tensor_from_cpu_tensor", tensor("0"), name("torch", "float16"), "xla:1", True)
+    body = rebuild_call("_rebuild_device_tensor_from_cpu_tensor", tensor("0"), name("torch", "float16"), "xla:1", True)
     ours = only_tensor(read(body, **{"0": bytes(16)}))
     assert (ours.kind, ours.device, ours.dtype, ours.shape, ours.requires_grad) == (
         "device",
@@ -308,7 +308,9 @@ def test_tensor_rebuilt_on_another_device_has_that_device() -> None:
 def test_tensor_rebuilt_from_numpy_has_the_shape_of_the_array() -> None:
     array = call(name("numpy._core.multiarray", "_reconstruct"), name("numpy", "ndarray"), tuple_of(0), forge.text("b"))
     state = tuple_of(1, tuple_of(2, 3), call(name("numpy", "dtype"), "f4", False, True), False, forge.text("x" * 24))
-    body = rebuilt("_rebuild_device_tensor_from_numpy", array + state + b"b", name("torch", "float32"), "maia:0", False)
+    body = rebuild_call(
+        "_rebuild_device_tensor_from_numpy", array + state + b"b", name("torch", "float32"), "maia:0", False
+    )
     ours = only_tensor(read(body))
     assert (ours.kind, ours.device, ours.dtype, ours.shape, ours.stride) == (
         "device",
@@ -320,7 +322,7 @@ def test_tensor_rebuilt_from_numpy_has_the_shape_of_the_array() -> None:
 
 
 def test_oldest_rebuild_function_is_read() -> None:
-    ours = only_tensor(read(rebuilt("_rebuild_tensor", storage_id("0", 4), 1, (3,), (1,)), **{"0": bytes(16)}))
+    ours = only_tensor(read(rebuild_call("_rebuild_tensor", storage_id("0", 4), 1, (3,), (1,)), **{"0": bytes(16)}))
     assert read_facts(ours) == ("float32", (3,), (1,), 1, False, "cpu")
 
 
@@ -430,7 +432,7 @@ def test_optimizer_state_is_named_by_its_keys() -> None:
 
 
 def test_tensor_argument_of_an_unknown_rebuild_function_is_listed() -> None:
-    checkpoint = read(rebuilt("_rebuild_tensor_v9", tensor("0"), "more"), **{"0": bytes(16)})
+    checkpoint = read(rebuild_call("_rebuild_tensor_v9", tensor("0"), "more"), **{"0": bytes(16)})
     assert [t.name for t in checkpoint.tensors] == ["w/0"]
     assert checkpoint.safety == "needs-trust"
 
@@ -457,17 +459,17 @@ BROKEN: dict[str, bytes] = {
     "a number as the shape": rebuilt_v2(shape=number(4)),
     "no storage": rebuilt_v2(storage=number(4)),
     "a tensor as the storage": rebuilt_v2(storage=tensor("0")),
-    "too few arguments": rebuilt("_rebuild_tensor_v2", storage_id("0", 4)),
-    "too many arguments": rebuilt("_rebuild_tensor", storage_id("0", 4), 0, (4,), (1,), 5, 6),
+    "too few arguments": rebuild_call("_rebuild_tensor_v2", storage_id("0", 4)),
+    "too many arguments": rebuild_call("_rebuild_tensor", storage_id("0", 4), 0, (4,), (1,), 5, 6),
     "arguments that are not a tuple": name("torch._utils", "_rebuild_tensor_v2") + b"]R",
-    "a parameter of None": rebuilt("_rebuild_parameter", None, True, ordered()),
-    "a parameter of a parameter of a number": rebuilt(
-        "_rebuild_parameter", rebuilt("_rebuild_parameter", 4, True, ordered()), True, ordered()
+    "a parameter of None": rebuild_call("_rebuild_parameter", None, True, ordered()),
+    "a parameter of a parameter of a number": rebuild_call(
+        "_rebuild_parameter", rebuild_call("_rebuild_parameter", 4, True, ordered()), True, ordered()
     ),
-    "sparse parts that are not tensors": rebuilt(
+    "sparse parts that are not tensors": rebuild_call(
         "_rebuild_sparse_tensor", call(name("torch.serialization", "_get_layout"), "torch.sparse_coo"), (1, 2, (3,))
     ),
-    "a quantized tensor beyond its storage": rebuilt(
+    "a quantized tensor beyond its storage": rebuild_call(
         "_rebuild_qtensor", storage_id("0", 4, "QInt8Storage"), 0, (9,), (1,), (AFFINE, 1, 0), False, ordered()
     ),
 }

@@ -15,7 +15,7 @@ from tests.forge import (
     Legacy,
     dictionary,
     legacy,
-    listing,
+    list_of,
     number,
     ordered,
     pickled,
@@ -108,7 +108,7 @@ def test_c21_computed_magic_number_is_dangerous() -> None:
 
 
 def test_storage_missing_from_the_keys_is_reported() -> None:
-    data = legacy(keys=pickled(listing("0")), storages=(ONE,))
+    data = legacy(keys=pickled(list_of("0")), storages=(ONE,))
     checkpoint = inspect(data)
     assert (checkpoint.safety, checkpoint.integrity) == ("unknown", "damaged")
     assert [(p.code, p.where) for p in checkpoint.problems] == [("legacy-unlisted", "storage 1")]
@@ -119,9 +119,9 @@ def test_storage_missing_from_the_keys_is_reported() -> None:
 @each(
     ("keys", "code"),
     [
-        (listing("0", "1", "2"), "legacy-unknown-key"),
-        (listing("0", None), "legacy-unknown-key"),
-        (listing("0", forge.tuple_of("1")), "legacy-unknown-key"),
+        (list_of("0", "1", "2"), "legacy-unknown-key"),
+        (list_of("0", None), "legacy-unknown-key"),
+        (list_of("0", forge.tuple_of("1")), "legacy-unknown-key"),
         (number(5), "legacy-unlisted"),
         (b"N", "legacy-unlisted"),
         (dictionary({"0": 1}), "legacy-unlisted"),
@@ -150,7 +150,7 @@ def test_wrong_element_count_loses_all_following_storages(count: int) -> None:
 
 def test_empty_storage_without_its_count_is_damage() -> None:
     state = ordered({"w": tensor(storage=storage_id("0", 0, "FloatStorage", "cpu", None), shape=(0,))})
-    data = legacy(object=pickled(state), keys=pickled(listing("0")), storages=(struct.pack("<q", 0),))
+    data = legacy(object=pickled(state), keys=pickled(list_of("0")), storages=(struct.pack("<q", 0),))
     assert inspect(data).integrity == "unchecked"
     assert inspect(data[:-1]).integrity == "damaged"
 
@@ -188,7 +188,7 @@ def test_storage_view_begins_at_its_offset() -> None:
             "view": tensor(storage=view, shape=(3,)),
         }
     )
-    data = legacy(object=pickled(state), keys=pickled(listing("0")), storages=(ONE,))
+    data = legacy(object=pickled(state), keys=pickled(list_of("0")), storages=(ONE,))
     checkpoint = inspect(data)
     assert checkpoint.problems == ()
     assert checkpoint.tensor("view").offset == 1

@@ -57,7 +57,7 @@ def test_intact_archive_is_read_as_torch_reads_it(tmp_path: Path) -> None:
 
 def test_storage_view_shares_its_storage_and_has_an_offset(tmp_path: Path) -> None:
     one = pickled(tuple_of(0, "cpu", name("torch", "FloatStorage"))) + struct.pack("<q", 4) + FLOATS
-    storages = pickled(number(1)) + one + pickled(forge.listing(tuple_of(1, 0, 1, 3)))
+    storages = pickled(number(1)) + one + pickled(forge.list_of(tuple_of(1, 0, 1, 3)))
     fields = [(100, 0, 4, 0), (101, 1, 2, 1)]
     tensors = pickled(number(2)) + b"".join(
         pickled(tuple_of(key, storage, name("torch", "FloatTensor"))) + struct.pack("<i4x3q", 1, size, 1, offset)
@@ -180,7 +180,7 @@ def test_every_prefix_of_an_archive_is_inspected() -> None:
         ({"storages": pickled(number(1)) + pickled(tuple_of(0, "cpu", name("torch", "OddStorage")))}, "tar-broken"),
         ({"storages": forge.tar_storages().replace(struct.pack("<q", 4), struct.pack("<q", -4))}, "storage-cut"),
         ({"storages": forge.tar_storages().replace(struct.pack("<q", 4), struct.pack("<q", 1 << 60))}, "storage-cut"),
-        ({"storages": forge.tar_storages()[:-4] + pickled(forge.listing(tuple_of(1, 9, 0, 1)))}, "tar-broken"),
+        ({"storages": forge.tar_storages()[:-4] + pickled(forge.list_of(tuple_of(1, 9, 0, 1)))}, "tar-broken"),
         ({"tensors": forge.tar_tensors()[:-3]}, "tar-broken"),
         ({"tensors": pickled(number(2)) + pickled(b"N")}, "tar-broken"),
         ({"tensors": forge.tar_tensors().replace(struct.pack("<i4x", 1), struct.pack("<i4x", -1))}, "tar-broken"),
@@ -204,8 +204,8 @@ NUMBERS = struct.pack("<i4x3q", 1, 4, 1, 0)
     ("parts", "code"),
     [
         ({"storages": pickled(number(1)) + pickled(tuple_of(NESTED, "cpu", KIND))}, "tar-broken"),
-        ({"storages": forge.tar_storages()[:-4] + pickled(forge.listing(tuple_of(1, NESTED, 0, 1)))}, "tar-broken"),
-        ({"storages": forge.tar_storages()[:-4] + pickled(forge.listing(tuple_of(NESTED, 0, 0, 1)))}, "tar-broken"),
+        ({"storages": forge.tar_storages()[:-4] + pickled(forge.list_of(tuple_of(1, NESTED, 0, 1)))}, "tar-broken"),
+        ({"storages": forge.tar_storages()[:-4] + pickled(forge.list_of(tuple_of(NESTED, 0, 0, 1)))}, "tar-broken"),
         ({"tensors": pickled(number(1)) + pickled(tuple_of(NESTED, 0, KIND))}, "tar-broken"),
         ({"tensors": pickled(number(1)) + pickled(tuple_of(100, NESTED, KIND)) + NUMBERS}, "tensor-broken"),
         ({"pickle": pickled(NESTED + b"Q")}, ""),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests import forge
 from tests.each import each
-from tests.forge import DANGEROUS, Entry, archive, entries, ordered, pickled, remade, storage_id, tensor, tuple_of
+from tests.forge import DANGEROUS, Entry, archive, entries, ordered, pickled, storage_id, tensor, tuple_of, with_changes
 from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
@@ -48,19 +48,21 @@ def test_file_saved_by_torch_has_no_problems() -> None:
 # A changed small record, the code of the problem, and whether torch loads the file anyway.
 SMALL_RECORDS = {
     "no version": ([entry for entry in entries() if b"version" not in entry.name[8:16]], "zip-no-version", False),
-    "version 0": (remade(entries(), "version", data=b"0\n"), "zip-bad-version", False),
-    "version 11": (remade(entries(), "version", data=b"11\n"), "zip-bad-version", False),
-    "version abc": (remade(entries(), "version", data=b"abc"), "zip-bad-version", False),
-    "version empty": (remade(entries(), "version", data=b""), "zip-bad-version", False),
-    "version with trailing letters": (remade(entries(), "version", data=b"3abc"), "zip-bad-version", True),
-    "version of 30 digits": (remade(entries(), "version", data=b"9" * 30), "zip-bad-version", False),
-    "byte order with a line feed": (remade(entries(), "byteorder", data=b"little\n"), "zip-bad-byteorder", False),
-    "byte order in capitals": (remade(entries(), "byteorder", data=b"LITTLE"), "zip-bad-byteorder", False),
-    "byte order is not text": (remade(entries(), "byteorder", data=b"\xff\xfe"), "zip-bad-byteorder", False),
-    "alignment not a number": (remade(entries(), ".storage_alignment", data=b"abc"), "zip-bad-note", RELEASE < (2, 7)),
-    "alignment of 30 digits": (remade(entries(), ".storage_alignment", data=b"9" * 30), "zip-bad-note", True),
-    "id is not text": (remade(entries(), ".data/serialization_id", data=b"\xff" * 40), "zip-bad-note", False),
-    "a long version": (remade(entries(), "version", data=b"3" + b" " * 5000), "record-unreadable", True),
+    "version 0": (with_changes(entries(), "version", data=b"0\n"), "zip-bad-version", False),
+    "version 11": (with_changes(entries(), "version", data=b"11\n"), "zip-bad-version", False),
+    "version abc": (with_changes(entries(), "version", data=b"abc"), "zip-bad-version", False),
+    "version empty": (with_changes(entries(), "version", data=b""), "zip-bad-version", False),
+    "version with trailing letters": (with_changes(entries(), "version", data=b"3abc"), "zip-bad-version", True),
+    "version of 30 digits": (with_changes(entries(), "version", data=b"9" * 30), "zip-bad-version", False),
+    "byte order with a line feed": (with_changes(entries(), "byteorder", data=b"little\n"), "zip-bad-byteorder", False),
+    "byte order in capitals": (with_changes(entries(), "byteorder", data=b"LITTLE"), "zip-bad-byteorder", False),
+    "byte order is not text": (with_changes(entries(), "byteorder", data=b"\xff\xfe"), "zip-bad-byteorder", False),
+    "alignment not a number": (
+        with_changes(entries(), ".storage_alignment", data=b"abc"), "zip-bad-note", RELEASE < (2, 7),
+    ),
+    "alignment of 30 digits": (with_changes(entries(), ".storage_alignment", data=b"9" * 30), "zip-bad-note", True),
+    "id is not text": (with_changes(entries(), ".data/serialization_id", data=b"\xff" * 40), "zip-bad-note", False),
+    "a long version": (with_changes(entries(), "version", data=b"3" + b" " * 5000), "record-unreadable", True),
 }  # fmt: skip
 
 
@@ -134,7 +136,7 @@ def test_storage_key_with_two_sizes_is_a_conflict() -> None:
 
 @pytest.mark.parametrize("index", ["data.pkl", "Data.pkl", "DATA.PKL"])
 def test_index_name_is_case_insensitive_as_in_torch(index: str) -> None:
-    data = archive(remade(entries(), "data.pkl", name=f"archive/{index}".encode()))
+    data = archive(with_changes(entries(), "data.pkl", name=f"archive/{index}".encode()))
     checkpoint = inspect(data)
     assert [tensor.name for tensor in checkpoint.tensors] == ["w0", "w1"]
     assert ("zip-name-case" in codes(checkpoint)) is (index != "data.pkl")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests import forge
 from tests.each import each
-from tests.forge import Entry, archive, entries, remade
+from tests.forge import Entry, archive, entries, with_changes
 
 from transload.checkpoint import Record
 from transload.errors import CannotReadError
@@ -82,14 +82,14 @@ def test_intact_records_of_any_size_have_no_problem(size: int, method: int) -> N
 
 @pytest.mark.parametrize("change", [{"crc32": 5}, {"size": 99}, {"raw": b"\xff" * 20, "stored": 20}])
 def test_deflated_record_with_wrong_size_or_checksum_is_found(change: dict[str, object]) -> None:
-    data = archive(remade([Entry(b"a/x", bytes(5000), method=8, flags=0x800)], "x", **change))
+    data = archive(with_changes([Entry(b"a/x", bytes(5000), method=8, flags=0x800)], "x", **change))
     (problem,) = verify_records(BytesSource(data), read_index(BytesSource(data)).records.values(), ())
     assert (problem.code, problem.where) == ("crc-mismatch", "x")
 
 
 def test_deflated_record_shorter_than_its_listed_size_is_found() -> None:
     """Its checksum is right, but torch fails with "unexpected decompressed size"."""
-    data = archive(remade([Entry(b"a/x", bytes(5000), method=8, flags=0x800)], "x", size=5001))
+    data = archive(with_changes([Entry(b"a/x", bytes(5000), method=8, flags=0x800)], "x", size=5001))
     (problem,) = verify_records(BytesSource(data), read_index(BytesSource(data)).records.values(), ())
     assert (problem.code, problem.detail) == ("record-unreadable", "it inflates to 5000 of 5001 bytes")
 
@@ -98,7 +98,7 @@ def test_deflated_record_shorter_than_its_listed_size_is_found() -> None:
 def test_record_found_too_short_is_reported_once(name: str) -> None:
     records = entries()
     size = len(records[forge.find(records, name)].data)
-    data = archive(remade(records, name, method=8, flags=0x800, size=size + 1))
+    data = archive(with_changes(records, name, method=8, flags=0x800, size=size + 1))
     for report in (inspect(data, verify=True), verify(data)):
         assert str(report.findings).count(f"{size} of {size + 1} bytes") == 1
 

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests import forge
 from tests.each import each
-from tests.forge import DANGEROUS, Entry, Tail, archive, entries, ordered, pickled, remade, tensor
+from tests.forge import DANGEROUS, Entry, Tail, archive, entries, ordered, pickled, tensor, with_changes
 
 from transload.formats.zip import read_index
 from transload.io.sources import BytesSource
@@ -57,7 +57,7 @@ def both(data: bytes, name: str = "data.pkl", root: str = "archive") -> tuple[by
 
 
 def with_pickle(pickle: bytes, **changes: Any) -> bytes:
-    return archive(remade(entries(pickle), "data.pkl", **changes))
+    return archive(with_changes(entries(pickle), "data.pkl", **changes))
 
 
 def renamed(old: bytes, new: bytes) -> list[Entry]:
@@ -106,7 +106,9 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
         with_pickle(OTHER, flags=0x800, local_stored=0, local_size=0), "dangerous", "damaged", "zip-headers-differ",
     ),
     "C4 two sizes, one of them wide": (
-        with_pickle(OTHER, flags=0x800, local_stored=forge.ALL32, local_size=forge.ALL32, local_extra=forge.sized(9)),
+        with_pickle(
+            OTHER, flags=0x800, local_stored=forge.ALL32, local_size=forge.ALL32, local_extra=forge.zip64_sizes(9)
+        ),
         "dangerous", "damaged", "zip-headers-differ",
     ),
     "C4 two checksums": (with_pickle(OTHER, flags=0x800, local_crc32=7), "data-only", "damaged", "zip-crc-differs"),
@@ -127,7 +129,7 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
         archive(PLAIN, Tail(start=1)), "unknown", "damaged", "zip-misplaced",
     ),
     "C10 NUL in a name": (
-        archive(remade(PLAIN, "data/1", name=b"archive/data/1\0.txt")), "dangerous", "damaged", "zip-nul-name",
+        archive(with_changes(PLAIN, "data/1", name=b"archive/data/1\0.txt")), "dangerous", "damaged", "zip-nul-name",
     ),
     "C11 an end record in the comment": (
         archive(PLAIN, Tail(comment=end_record())), "dangerous", "damaged", "zip-two-ends",
@@ -151,7 +153,7 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
     "C26 a folder above": (archive(renamed(b"archive", b"..")), "dangerous", "whole", "zip-odd-name"),
     "C26 the folder /": (archive(renamed(b"archive", b"")), "dangerous", "whole", "zip-odd-name"),
     "C26 a backslash": (
-        archive(remade(PLAIN, "data/1", name=b"archive/data\\1")), "dangerous", "damaged", "zip-odd-name",
+        archive(with_changes(PLAIN, "data/1", name=b"archive/data\\1")), "dangerous", "damaged", "zip-odd-name",
     ),
     "C27 two folders": (archive([*PLAIN, macosx()]), "data-only", "repairable", "zip-two-folders"),
     "C27 two folders, the other one first": (
@@ -164,13 +166,13 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
         archive([*PLAIN, Entry(b"data.pkl", HOSTILE)]), "dangerous", "repairable", "zip-two-folders",
     ),
     "a storage marked as a folder": (
-        archive(remade(PLAIN, "data/0", attributes=0x10)), "dangerous", "damaged", "zip-directory-record",
+        archive(with_changes(PLAIN, "data/0", attributes=0x10)), "dangerous", "damaged", "zip-directory-record",
     ),
     "a storage named as a folder": (
-        archive(remade(PLAIN, "data/0", name=b"archive/data/0/")), "dangerous", "damaged", "zip-directory-record",
+        archive(with_changes(PLAIN, "data/0", name=b"archive/data/0/")), "dangerous", "damaged", "zip-directory-record",
     ),
     "stored in fewer bytes than it has": (
-        archive(remade(PLAIN, "data/0", stored=4, time=1, crc32=zlib.crc32(bytes(4)))),
+        archive(with_changes(PLAIN, "data/0", stored=4, time=1, crc32=zlib.crc32(bytes(4)))),
         "dangerous", "damaged", "zip-headers-differ",
     ),
     "a name in an extra field": (
@@ -185,7 +187,7 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
         archive([*PLAIN, Entry(b"archive/data/2", in_file=False, header=0)]), "dangerous", "damaged", "zip-overlap",
     ),
     "a record that overlaps the directory": (
-        archive(remade(PLAIN, "serialization_id", stored=200, size=200)), "dangerous", "damaged", "zip-overlap",
+        archive(with_changes(PLAIN, "serialization_id", stored=200, size=200)), "dangerous", "damaged", "zip-overlap",
     ),
     "zip64: two counts": (
         archive(PLAIN, Tail(zip64=True, wide_count=3)), "dangerous", "damaged", "zip-two-sizes",
@@ -207,11 +209,13 @@ TRICKS: dict[str, tuple[bytes, str, str, str]] = {
         archive(PLAIN, Tail(zip64=True, count=0xFFFF, wide_count=1 << 32)), "unknown", "damaged", "zip-count",
     ),
     "zip64: a missing size": (
-        with_pickle(OTHER, stored=forge.ALL32, size=forge.ALL32, extra=forge.sized(9)[:12]),
+        with_pickle(OTHER, stored=forge.ALL32, size=forge.ALL32, extra=forge.zip64_sizes(9)[:12]),
         "dangerous", "damaged", "zip-headers-differ",
     ),
     "zip64: two sizes for one record": (
-        with_pickle(OTHER, stored=forge.ALL32, size=forge.ALL32, extra=forge.sized(len(OTHER)) + forge.sized(9)),
+        with_pickle(
+            OTHER, stored=forge.ALL32, size=forge.ALL32, extra=forge.zip64_sizes(len(OTHER)) + forge.zip64_sizes(9)
+        ),
         "dangerous", "damaged", "zip-headers-differ",
     ),
 }  # fmt: skip
@@ -282,7 +286,7 @@ def test_torch_does_not_read_a_storage_marked_as_a_folder() -> None:
     numel = 10 << 20  # large enough for fresh memory from the system instead of reused memory
     weights = struct.pack("<f", 1.5) * numel
     records = entries(pickled(ordered({"w": tensor("0", (numel,), (1,), numel=numel)})), {"0": weights})
-    data = archive(remade(records, "data/0", attributes=0x10))
+    data = archive(with_changes(records, "data/0", attributes=0x10))
     assert by_zipfile(data, "archive/data/0") == weights
     assert not torch.load(io.BytesIO(data))["w"].eq(1.5).any()
 
@@ -383,7 +387,7 @@ def test_archive_without_checksums_is_unchecked() -> None:
 
 @pytest.mark.parametrize("order", ["little", "big"])
 def test_byte_order_is_read_from_its_record(order: str) -> None:
-    checkpoint = inspect(archive(remade(PLAIN, "byteorder", data=order.encode())))
+    checkpoint = inspect(archive(with_changes(PLAIN, "byteorder", data=order.encode())))
     assert {storage.big_endian for storage in checkpoint.storages} == {order == "big"}
     assert checkpoint.integrity == "unchecked"
 
@@ -478,9 +482,9 @@ NAMES = st.sampled_from(
 EXTRAS = st.sampled_from(
     [
         b"",
-        forge.sized(16),
-        forge.sized(16) * 2,
-        forge.sized(9)[:12],
+        forge.zip64_sizes(16),
+        forge.zip64_sizes(16) * 2,
+        forge.zip64_sizes(9)[:12],
         b"\1\0",
         unicode_path(b"archive/data/0", b"archive/q"),
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests import forge
 from tests.each import each
-from tests.forge import Entry, archive, entries, ordered, pickled, remade, tensor
+from tests.forge import Entry, archive, entries, ordered, pickled, tensor, with_changes
 
 from transload.checkpoint import Checkpoint
 from transload.formats.zip import read_index
@@ -182,7 +182,7 @@ def test_descriptor_inside_a_pickle_does_not_hide_a_call() -> None:
     hidden = pickled(b"U" + bytes([len(fake)]) + fake + b"0" + forge.DANGEROUS)
     assert hidden.index(fake) == 4
     for end in (b"", b"."):
-        complete = archive(remade(entries(), "data.pkl", data=hidden.removesuffix(b".") + end))
+        complete = archive(with_changes(entries(), "data.pkl", data=hidden.removesuffix(b".") + end))
         assert inspect(without_directory(complete)).safety == "dangerous"
 
 
@@ -253,7 +253,7 @@ def test_absurd_storage_size_is_damage() -> None:
 
 
 def test_wrong_size_in_a_header_is_damage() -> None:
-    wrong = remade(entries(), "data/0", flags=0x800, local_stored=1 << 31, local_size=1 << 31)
+    wrong = with_changes(entries(), "data/0", flags=0x800, local_stored=1 << 31, local_size=1 << 31)
     checkpoint = inspect(without_directory(archive(wrong)))
     assert checkpoint.integrity == "damaged"
     assert all(storage.stored <= storage.nbytes for storage in checkpoint.storages)

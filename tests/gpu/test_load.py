@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.each import for_each, grouped
-from tests.loading.equal import same
-from tests.loading.zoo import QUIET, ZOO, saved
+from tests.each import for_each, parametrize_groups
+from tests.loading.equal import assert_same
+from tests.loading.zoo import IGNORED_WARNINGS, ZOO, saved
 
 import transload
 from transload.errors import LandingWarning, LoadError, NoDeviceError, UnsafeError
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 H200 = Path(__file__).parents[1] / "data" / "h200"
 FILES = [
@@ -46,7 +46,7 @@ def test_gpu_file_loads_on_the_first_gpu_with_a_warning_for_other_tags(path: Pat
     """Files of cuda:0 load there without a warning; those of cuda:1 load on cuda:0 with one warning."""
     trusted = path.name.startswith("whole_")
     loaded, messages = with_landing_warnings(lambda: transload.load(path, weights_only=not trusted, mmap=mmap))
-    same(torch.load(path, map_location=to_first_gpu, weights_only=not trusted), loaded)
+    assert_same(torch.load(path, map_location=to_first_gpu, weights_only=not trusted), loaded)
     absent = {use.device for use in transload.inspect(path).devices} - {"cpu", "cuda:0"}
     assert len(messages) == bool(absent)
     assert all(tag in messages[0] and "cuda:0" in messages[0] for tag in absent)
@@ -67,7 +67,7 @@ LOCATIONS: dict[str, Any] = {
 def test_every_kind_of_map_location_works_as_with_torch(location: str) -> None:
     for name in ("mixed_cpu_cuda.pt", "train_cuda0.ckpt", "state_dict_cuda0_legacy.pth"):
         expected = torch.load(H200 / name, map_location=LOCATIONS[location])
-        same(expected, transload.load(H200 / name, LOCATIONS[location]))
+        assert_same(expected, transload.load(H200 / name, LOCATIONS[location]))
 
 
 @one_gpu
@@ -83,7 +83,7 @@ SAFE = [name for name in ZOO if ZOO[name].safe and not ZOO[name].classes and nam
 
 
 @one_gpu
-@grouped("names", SAFE, 20)
+@parametrize_groups("names", SAFE, 20)
 @pytest.mark.parametrize("tag", ["cuda:0", "cuda:7"])
 def test_specimens_load_on_the_gpu(names: list[str], tag: str) -> None:
     def check(name: str) -> None:
@@ -93,7 +93,7 @@ def test_specimens_load_on_the_gpu(names: list[str], tag: str) -> None:
         except (RuntimeError, NotImplementedError):
             pytest.skip("torch cannot load this onto a GPU")
         loaded, messages = with_landing_warnings(lambda: transload.load(data))
-        same(expected, loaded)
+        assert_same(expected, loaded)
         assert len(messages) <= (tag == "cuda:7")
 
     for_each(names, check)
@@ -105,7 +105,7 @@ def test_nested_tensor_loads_on_the_gpu() -> None:
     buffer = io.BytesIO()
     torch.save(nested, buffer)
     loaded = transload.load(buffer.getvalue())
-    same(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False), loaded)
+    assert_same(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False), loaded)
     assert loaded.is_cuda
 
 
@@ -120,7 +120,7 @@ def test_safetensors_file_loads_on_the_gpu(tmp_path: Path) -> None:
     safetensors.save_file({name: tensor.cuda() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     for mmap in (False, True):
         loaded = transload.load(tmp_path / "model.safetensors", "cuda", mmap=mmap)
-        same(safetensors.load_file(tmp_path / "model.safetensors", device="cuda:0"), loaded)
+        assert_same(safetensors.load_file(tmp_path / "model.safetensors", device="cuda:0"), loaded)
         assert {str(tensor.device) for tensor in loaded.values()} == {"cuda:0"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.opening.test_load_into import assert_same, file_of, made
+from tests.opening.test_load_into import assert_same_state, file_of, seeded_net
 from tests.opening.test_open import raw
 from torch import nn
 
@@ -28,11 +28,11 @@ def test_tensors_and_slices_are_read_onto_the_gpu(saved_on: str) -> None:
 
 
 def test_load_into_fills_gpu_parameters_in_place() -> None:
-    model = made(1).cuda()
+    model = seeded_net(1).cuda()
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
-    load_into(model, file_of(made().state_dict()))
+    load_into(model, file_of(seeded_net().state_dict()))
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
-    assert_same(model.cpu(), made())
+    assert_same_state(model.cpu(), seeded_net())
 
 
 def test_load_into_casts_on_the_gpu() -> None:

@@ -21,7 +21,7 @@ _EQUAL = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.qs
 _MAX_SHOWN = 200
 
 
-def same(a: Any, b: Any) -> None:
+def assert_same(a: Any, b: Any) -> None:
     """Raise an ``AssertionError`` that names the path of the first difference between two loaded objects.
 
     Neither is changed. Compared are: the exact type of every object; keys and their order; attributes; each tensor's

@@ -22,23 +22,23 @@ from tests.forge import (
     call,
     checkpoint,
     dictionary,
-    listing,
+    list_of,
     name,
     ordered,
     pickled,
-    rebuilt,
+    rebuild_call,
     storage_id,
     tensor,
     text,
     tuple_of,
 )
-from tests.loading.equal import same
-from tests.loading.zoo import QUIET, saved
+from tests.loading.equal import assert_same
+from tests.loading.zoo import IGNORED_WARNINGS, saved
 
 from transload.errors import BrokenFileError, LoadError, UnsafeError
 from transload.loading import load
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 FOUR_FLOATS = struct.pack("<4f", 1, 2, 3, 4)
 
@@ -67,7 +67,7 @@ def test_plain_values_load_from_every_protocol(protocol: int) -> None:
         "complex": 1 - 2j,
         ("tuple", 1, (2,)): {1: {2: {3: {}}}},
     }
-    same(value, round_trip(value, protocol))
+    assert_same(value, round_trip(value, protocol))
 
 
 def test_nan_stays_nan() -> None:
@@ -120,7 +120,7 @@ def circular() -> Iterator[Callable[[], Any]]:
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("build", list(circular()), ids=lambda build: build.__name__)
 def test_circular_objects_load(build: Callable[[], Any], protocol: int) -> None:
-    same(build(), round_trip(build(), protocol))
+    assert_same(build(), round_trip(build(), protocol))
 
 
 @pytest.mark.parametrize("opener", [b"]", b")", b"}"], ids=["lists", "tuples", "dictionaries"])
@@ -154,12 +154,12 @@ def test_unhashable_key_is_a_broken_file_error(key: bytes) -> None:
     ("body", "value"),
     [
         (ordered({"a": 1}), OrderedDict(a=1)),
-        (call(name("collections", "OrderedDict"), listing(listing("a", 1), tuple_of("b", 2))), OrderedDict(a=1, b=2)),
+        (call(name("collections", "OrderedDict"), list_of(list_of("a", 1), tuple_of("b", 2))), OrderedDict(a=1, b=2)),
         (call(name("collections", "Counter"), dictionary({"a": 2})), Counter(a=2)),
         (call(name("collections", "defaultdict"), name("builtins", "list")), defaultdict(list)),
         (call(name("collections", "defaultdict")), defaultdict()),
-        (call(name("__builtin__", "set"), listing(1, 2)), {1, 2}),
-        (call(name("builtins", "frozenset"), listing(1)), frozenset({1})),
+        (call(name("__builtin__", "set"), list_of(1, 2)), {1, 2}),
+        (call(name("builtins", "frozenset"), list_of(1)), frozenset({1})),
         (call(name("builtins", "bytearray"), call(name("_codecs", "encode"), "\xff", "latin1")), bytearray(b"\xff")),
         (call(name("builtins", "bytearray")), bytearray()),
         (call(name("builtins", "bytes")), b""),
@@ -177,21 +177,21 @@ def test_unhashable_key_is_a_broken_file_error(key: bytes) -> None:
     ids=lambda value: getattr(value, "__name__", None) or repr(value)[:40],
 )
 def test_known_global_with_usual_arguments_is_built(body: bytes, value: Any) -> None:
-    same(value, built(body))
+    assert_same(value, built(body))
 
 
 UNUSUAL_USES = {
     "encode with another codec": call(name("_codecs", "encode"), "abc", "rot13"),
     "a byte array of a size": call(name("builtins", "bytearray"), 1 << 40),
     "a set of a string": call(name("builtins", "set"), "abc"),
-    "a set of lists": call(name("builtins", "set"), listing(listing(1))),
+    "a set of lists": call(name("builtins", "set"), list_of(list_of(1))),
     "complex of a string": call(name("builtins", "complex"), "1"),
-    "a dictionary of a list": call(name("collections", "OrderedDict"), listing(1, 2)),
+    "a dictionary of a list": call(name("collections", "OrderedDict"), list_of(1, 2)),
     "a counter of a string": call(name("collections", "Counter"), "aab"),
     "a default factory that is not known": call(name("collections", "defaultdict"), name("torch", "device")),
     "bytes of a size": call(name("builtins", "bytes"), 1 << 40),
     "a size of strings": call(name("torch", "Size"), tuple_of("a")),
-    "a device of lists": call(name("torch", "device"), listing(1)),
+    "a device of lists": call(name("torch", "device"), list_of(1)),
     "an unknown layout": call(name("torch.serialization", "_get_layout"), "torch.os"),
     "a storage class with a size": call(name("torch", "FloatStorage"), 1 << 40),
     "a tensor class with a size": call(name("torch", "FloatTensor"), 1 << 40),
@@ -202,7 +202,7 @@ UNUSUAL_USES = {
     "a call of a value": b"K\x01)R",
     "state of a plain dictionary": b"}}b",
     "state that overrides a method": ordered() + dictionary({"items": 1}) + b"b",
-    "state that is a list": ordered() + listing(1) + b"b",
+    "state that is a list": ordered() + list_of(1) + b"b",
     "appended to a dictionary": ordered() + b"K\x01a",
     "an item set in a tensor": tensor() + b"K\x00K\x01s",
     "an extension opcode": b"\x82\x01",
@@ -220,7 +220,7 @@ def test_unusual_arguments_and_operations_are_refused(case: str) -> None:
 
 
 def tensor_v2(*args: object) -> bytes:
-    return rebuilt("_rebuild_tensor_v2", storage_id(), *args)
+    return rebuild_call("_rebuild_tensor_v2", storage_id(), *args)
 
 
 INVALID_TENSORS = {
@@ -233,30 +233,30 @@ INVALID_TENSORS = {
     "more strides than sizes": tensor_v2(0, (1,), (1, 1), False, ordered()),
     "sizes that are strings": tensor_v2(0, ("4",), (1,), False, ordered()),
     "more elements than 64 bits can count": tensor_v2(0, (1 << 62, 4), (0, 0), False, ordered()),
-    "a number instead of a storage": rebuilt("_rebuild_tensor_v2", 1, 0, (1,), (1,), False, ordered()),
+    "a number instead of a storage": rebuild_call("_rebuild_tensor_v2", 1, 0, (1,), (1,), False, ordered()),
     "a missing storage": tensor("7"),
-    "too few arguments": rebuilt("_rebuild_tensor_v2", storage_id()),
+    "too few arguments": rebuild_call("_rebuild_tensor_v2", storage_id()),
     "requires_grad that is a number": tensor_v2(0, (1,), (1,), 1, ordered()),
     "a conj flag that is a string": tensor_v2(0, (1,), (1,), False, ordered(), dictionary({"conj": "yes"})),
-    "a parameter of a number": rebuilt("_rebuild_parameter", 1, True, ordered()),
-    "a dtype that is a number": rebuilt("_rebuild_tensor_v3", storage_id(), 0, (1,), (1,), False, ordered(), 1),
-    "a newer dtype beyond its storage": rebuilt(
+    "a parameter of a number": rebuild_call("_rebuild_parameter", 1, True, ordered()),
+    "a dtype that is a number": rebuild_call("_rebuild_tensor_v3", storage_id(), 0, (1,), (1,), False, ordered(), 1),
+    "a newer dtype beyond its storage": rebuild_call(
         "_rebuild_tensor_v3", storage_id(), 0, (3,), (1,), False, ordered(), name("torch", "int64")
     ),
-    "a meta tensor whose shape is a string": rebuilt(
+    "a meta tensor whose shape is a string": rebuild_call(
         "_rebuild_meta_tensor_no_storage", name("torch", "float32"), "a", (1,), False
     ),
-    "sparse without parts": rebuilt(
+    "sparse without parts": rebuild_call(
         "_rebuild_sparse_tensor", call(name("torch.serialization", "_get_layout"), "torch.sparse_coo"), ()
     ),
-    "nested of numbers": rebuilt("_rebuild_nested_tensor", 1, 2, 3, 4),
-    "a wrapper whose class is a number": rebuilt(
+    "nested of numbers": rebuild_call("_rebuild_nested_tensor", 1, 2, 3, 4),
+    "a wrapper whose class is a number": rebuild_call(
         "_rebuild_wrapper_subclass", 1, name("torch", "float32"), (1,), (1,), 0, None, "cpu", False
     ),
-    "a device tensor of a list": rebuilt(
-        "_rebuild_device_tensor_from_numpy", listing(1), name("torch", "float32"), "cpu", False
+    "a device tensor of a list": rebuild_call(
+        "_rebuild_device_tensor_from_numpy", list_of(1), name("torch", "float32"), "cpu", False
     ),
-    "quantized without a quantizer": rebuilt(
+    "quantized without a quantizer": rebuild_call(
         "_rebuild_qtensor", storage_id("0", 16, "QInt8Storage"), 0, (4,), (1,), (), False, ordered()
     ),
     "a dunder attribute": call(
@@ -290,7 +290,7 @@ def test_invalid_tensor_is_an_error(case: str, *, hidden: bool) -> None:
 
 def test_storage_keeps_its_size() -> None:
     """torch.load enlarges a storage that is too small, which exposes uninitialized memory."""
-    tensors = built(listing(tensor("0"), tensor("0", (2,), (1,), 2)))
+    tensors = built(list_of(tensor("0"), tensor("0", (2,), (1,), 2)))
     assert tensors[0].untyped_storage().nbytes() == 16
     assert tensors[1].tolist() == [3, 4]
 
@@ -300,16 +300,16 @@ def test_storage_keeps_its_size() -> None:
     [
         ((name("torch", "per_tensor_affine"), b"G" + struct.pack(">d", 0.5), 3), ""),
         ((name("torch", "per_tensor_affine"), 1, 3), "scale"),
-        ((name("torch", "per_channel_affine"), listing(1, 1), listing(0, 0), 0), ""),
-        ((name("torch", "per_channel_affine"), listing(1), listing(0, 0), 0), "channels"),
-        ((name("torch", "per_channel_affine"), listing(1, 1), listing(0, 0), 5), "axis"),
+        ((name("torch", "per_channel_affine"), list_of(1, 1), list_of(0, 0), 0), ""),
+        ((name("torch", "per_channel_affine"), list_of(1), list_of(0, 0), 0), "channels"),
+        ((name("torch", "per_channel_affine"), list_of(1, 1), list_of(0, 0), 5), "axis"),
         ((name("torch", "per_tensor_symmetric"), 1, 3), "scheme"),
     ],
     ids=["tensor", "no scale", "channel", "few scales", "no axis", "no scheme"],
 )
 def test_quantized_tensors_are_checked(quantizer: tuple[object, ...], message: str) -> None:
     storage = storage_id("0", 4, "QInt8Storage")
-    body = rebuilt("_rebuild_qtensor", storage, 0, (2, 2), (2, 1), tuple_of(*quantizer), False, ordered())
+    body = rebuild_call("_rebuild_qtensor", storage, 0, (2, 2), (2, 1), tuple_of(*quantizer), False, ordered())
     data = checkpoint(pickled(body), {"0": bytes([1, 2, 3, 4])})
     if message:
         with pytest.raises(BrokenFileError, match=message):
@@ -319,7 +319,7 @@ def test_quantized_tensors_are_checked(quantizer: tuple[object, ...], message: s
 
 
 def sparse(layout: str, *parts: object) -> bytes:
-    return rebuilt(
+    return rebuild_call(
         "_rebuild_sparse_tensor",
         call(name("torch.serialization", "_get_layout"), f"torch.{layout}"),
         tuple_of(*parts),
@@ -380,7 +380,7 @@ def test_parts_of_nested_tensors_are_checked(offset: int) -> None:
         "strides": tensor(storage=storage_id("2", 1, "LongStorage"), shape=(1, 1), stride=(1, 1)),
         "offsets": tensor(storage=storage_id("3", 1, "LongStorage"), shape=(1,), stride=(1,)),
     }
-    body = rebuilt("_rebuild_nested_tensor", tensor("0"), *numbers.values())
+    body = rebuild_call("_rebuild_nested_tensor", tensor("0"), *numbers.values())
     longs = {"1": struct.pack("<q", 3), "2": struct.pack("<q", 1), "3": struct.pack("<q", offset)}
     data = checkpoint(pickled(body), {"0": FOUR_FLOATS, **longs})
     if offset > 1:
@@ -394,7 +394,7 @@ def test_parts_of_nested_tensors_are_checked(offset: int) -> None:
 
 def test_rebuild_tensor_v3_with_requires_grad_loads() -> None:
     """torch writes such a tensor but cannot load it."""
-    body = rebuilt("_rebuild_tensor_v3", storage_id(), 0, (4,), (1,), True, ordered(), name("torch", "float32"))
+    body = rebuild_call("_rebuild_tensor_v3", storage_id(), 0, (4,), (1,), True, ordered(), name("torch", "float32"))
     assert built(body).requires_grad
 
 
@@ -417,14 +417,14 @@ def test_tensor_created_empty_and_filled_by_its_state_loads() -> None:
 
 
 def test_storage_referenced_twice_is_one_object() -> None:
-    loaded = built(listing(storage_id(), storage_id(), tensor()))
+    loaded = built(list_of(storage_id(), storage_id(), tensor()))
     assert loaded[0] is loaded[1]
     assert loaded[0].dtype == torch.float32
     assert loaded[2].untyped_storage().data_ptr() == loaded[0]._untyped_storage.data_ptr()
 
 
 def stream(*objects: bytes) -> bytes:
-    return forge.legacy(object=pickled(listing(*objects)))
+    return forge.legacy(object=pickled(list_of(*objects)))
 
 
 def test_stream_with_storage_views_loads_as_with_torch() -> None:
@@ -438,7 +438,7 @@ def test_stream_with_storage_views_loads_as_with_torch() -> None:
         tensor(storage=view, shape=(1,)),
     )
     loaded = load(data)
-    same(torch.load(io.BytesIO(data)), loaded)
+    assert_same(torch.load(io.BytesIO(data)), loaded)
     assert loaded[2].tolist() == [2, 3]
     with pytest.raises(BrokenFileError):
         load(stream(tensor(storage=first), tensor(storage=second), tensor(storage=view, shape=(3,))))
@@ -484,7 +484,7 @@ def test_allowed_classes_are_built_as_by_pickle() -> None:
         with allowing(
             Colour, Slots, collections.deque, datetime, timezone, type(timezone.utc.utcoffset(None)), getattr
         ):
-            same(vars(expected["namespace"]), vars(load(data)["namespace"]))
+            assert_same(vars(expected["namespace"]), vars(load(data)["namespace"]))
             assert load(data)["slots"].b == 2
             assert load(data)["queue"] == expected["queue"]
             assert load(data)["when"] == expected["when"]
@@ -542,7 +542,7 @@ def python_2_string(raw: bytes) -> bytes:
 
 @pytest.mark.parametrize(("encoding", "value"), [("latin1", "\xe9t\xe9"), ("cp437", "ΘtΘ"), ("bytes", b"\xe9t\xe9")])
 def test_python_2_strings_need_an_encoding(encoding: str, value: object) -> None:
-    data = checkpoint(pickled(listing(python_2_string(b"\xe9t\xe9"), "unicode")), {})
+    data = checkpoint(pickled(list_of(python_2_string(b"\xe9t\xe9"), "unicode")), {})
     with pytest.raises(LoadError, match="utf-8") as raised:
         load(data)
     assert "encoding='latin1'" in raised.value.fix
@@ -551,8 +551,8 @@ def test_python_2_strings_need_an_encoding(encoding: str, value: object) -> None
 
 def test_python_2_module_names_are_known() -> None:
     loaded = built(
-        listing(
-            call(name("__builtin__", "set"), listing(1)),
+        list_of(
+            call(name("__builtin__", "set"), list_of(1)),
             call(name("__builtin__", "complex"), 1, 2),
             call(name("torch.tensor", "_rebuild_from_type_v2"),
                  name("torch._utils", "_rebuild_tensor_v2"), name("torch", "Tensor"),

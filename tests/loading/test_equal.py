@@ -1,4 +1,4 @@
-"""``same`` reports every kind of difference between two objects, and none between equal ones."""
+"""``assert_same`` reports every kind of difference between two objects, and none between equal ones."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.loading.equal import same
-from tests.loading.zoo import QUIET
+from tests.loading.equal import assert_same
+from tests.loading.zoo import IGNORED_WARNINGS
 from torch import nn
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 needs_jagged = pytest.mark.skipif(not hasattr(torch, "jagged"), reason="this torch has no jagged tensors")
 
 
@@ -205,18 +205,18 @@ def test_difference_is_reported(name: str) -> None:
     build, message = DIFFERENT[name]
     a, b = build()
     with pytest.raises(AssertionError, match=message):
-        same(a, b)
+        assert_same(a, b)
     with pytest.raises(AssertionError):
-        same(b, a)
-    same(a, a)
-    same(b, b)
+        assert_same(b, a)
+    assert_same(a, a)
+    assert_same(b, b)
 
 
 def test_inference_tensor_differs_from_normal_tensor() -> None:
     with torch.inference_mode():
         inference = tensor()
     with pytest.raises(AssertionError, match="is_inference"):
-        same(tensor(), inference)
+        assert_same(tensor(), inference)
 
 
 def test_overlap_of_distinct_storages_is_compared() -> None:
@@ -224,10 +224,10 @@ def test_overlap_of_distinct_storages_is_compared() -> None:
         storage = torch.zeros(8).untyped_storage()
         return [torch.empty(0).set_(storage[start : start + 16]) for start in (0, step)]
 
-    same(halves(16), halves(16))
-    same(halves(8), halves(8))
+    assert_same(halves(16), halves(16))
+    assert_same(halves(8), halves(8))
     with pytest.raises(AssertionError, match="overlap"):
-        same(halves(16), halves(8))
+        assert_same(halves(16), halves(8))
 
 
 @needs_jagged
@@ -237,9 +237,9 @@ def test_shared_offsets_of_jagged_tensors_are_compared() -> None:
         other = torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)], layout=torch.jagged)
         return [first, first * 1 if same_offsets else other]
 
-    same(pair(same_offsets=False), pair(same_offsets=False))
+    assert_same(pair(same_offsets=False), pair(same_offsets=False))
     with pytest.raises(AssertionError):
-        same(pair(same_offsets=True), pair(same_offsets=False))
+        assert_same(pair(same_offsets=True), pair(same_offsets=False))
 
 
 def jagged() -> torch.Tensor:
@@ -268,12 +268,12 @@ EQUAL: dict[str, Callable[[], Any]] = {
 
 @needs_jagged
 def test_equal_jagged_tensors_compare_equal() -> None:
-    same(jagged(), jagged())
+    assert_same(jagged(), jagged())
 
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_objects_compare_equal(name: str) -> None:
-    same(EQUAL[name](), EQUAL[name]())
+    assert_same(EQUAL[name](), EQUAL[name]())
 
 
 def test_scripted_modules_are_compared_by_weights() -> None:
@@ -281,18 +281,18 @@ def test_scripted_modules_are_compared_by_weights() -> None:
     buffer = io.BytesIO()
     torch.jit.save(module, buffer)
     first, second = (torch.jit.load(io.BytesIO(buffer.getvalue())) for _ in range(2))
-    same(first, second)
+    assert_same(first, second)
     with torch.no_grad():
         second.weight.add_(1)
     with pytest.raises(AssertionError, match=r"weight.*bytes"):
-        same(first, second)
+        assert_same(first, second)
 
 
 def test_deep_nesting_is_compared_without_recursion() -> None:
     deep: list[Any] = []
     for _ in range(20_000):
         deep = [deep]
-    same(deep, deep)
+    assert_same(deep, deep)
     for _ in range(20_000):  # taken apart step by step: the interpreter would free it recursively
         deep = deep.pop()
 
@@ -301,5 +301,5 @@ def test_comparison_changes_neither_object() -> None:
     a = model(hook=True)
     b = copy.deepcopy(a)
     before = torch.cat([value.flatten().double() for value in a.state_dict().values()])
-    same(a, b)
+    assert_same(a, b)
     assert torch.equal(before, torch.cat([value.flatten().double() for value in a.state_dict().values()]))

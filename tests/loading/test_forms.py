@@ -11,8 +11,8 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 import pytest
 import torch
 from tests import forge
-from tests.loading.equal import same
-from tests.loading.zoo import QUIET
+from tests.loading.equal import assert_same
+from tests.loading.zoo import IGNORED_WARNINGS
 
 from transload.converting import convert
 from transload.errors import LandingWarning, LoadError, UnsafeError
@@ -23,7 +23,7 @@ DATA = Path(__file__).parents[1] / "data"
 NEWEST = DATA / "torch-releases" / "torch-2.13.0-py3.11.7"
 STATE_DICT = NEWEST / "state_dict_cpu.pt"
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 
 # -- repacked archives and old forms
@@ -49,7 +49,7 @@ def test_rezipped_archive_loads_as_the_original(
 ) -> None:
     """torch.load maps deflated bytes as if they were numbers, and refuses an archive without its version."""
     path = rezipped(NEWEST / "train_cuda0.ckpt", tmp_path / "again.pt", **changes)
-    same(torch.load(NEWEST / "train_cuda0.ckpt", map_location="cpu"), load(path, "cpu", **options))
+    assert_same(torch.load(NEWEST / "train_cuda0.ckpt", map_location="cpu"), load(path, "cpu", **options))
 
 
 def test_sparse_csr_tensor_of_torch_1_13_and_older_is_read(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_sparse_csr_tensor_of_torch_1_13_and_older_is_read(tmp_path: Path) -> No
     assert (tensor.kind, tensor.shape, len(tensor.parts)) == ("sparse_csr", (3, 3), 3)
     expected = torch.load(tmp_path / "new.pt")
     for weights_only in (True, False):
-        same(expected, load(old, weights_only=weights_only))
+        assert_same(expected, load(old, weights_only=weights_only))
     convert(old, tmp_path / "again.pt")
-    same(expected, torch.load(tmp_path / "again.pt"))
+    assert_same(expected, torch.load(tmp_path / "again.pt"))
 
 
 def test_tensor_of_a_device_without_storages_loads_on_cpu() -> None:
@@ -79,25 +79,25 @@ def test_tensor_of_a_device_without_storages_loads_on_cpu() -> None:
 
 def test_torch_file_with_safetensors_extension_loads(tmp_path: Path) -> None:
     shutil.copy(STATE_DICT, tmp_path / "model.safetensors")
-    same(torch.load(STATE_DICT), load(tmp_path / "model.safetensors"))
+    assert_same(torch.load(STATE_DICT), load(tmp_path / "model.safetensors"))
 
 
 def test_unpacked_archive_loads(tmp_path: Path) -> None:
     with ZipFile(STATE_DICT) as archive:
         archive.extractall(tmp_path)
-    same(torch.load(STATE_DICT), load(tmp_path))
+    assert_same(torch.load(STATE_DICT), load(tmp_path))
     (inner,) = tmp_path.iterdir()
-    same(torch.load(STATE_DICT), load(inner))
-    same(torch.load(STATE_DICT), load(inner, weights_only=False))
+    assert_same(torch.load(STATE_DICT), load(inner))
+    assert_same(torch.load(STATE_DICT), load(inner, weights_only=False))
 
 
 def test_tar_archive_loads_without_trust() -> None:
     loaded = load(forge.tar())
-    same({"w0": torch.tensor([1.0, 2.0, 3.0, 4.0])}, loaded)
+    assert_same({"w0": torch.tensor([1.0, 2.0, 3.0, 4.0])}, loaded)
 
 
 def test_tensor_referenced_twice_in_a_tar_archive_is_one_object() -> None:
-    loaded = load(forge.tar({"pickle": forge.pickled(forge.listing(b"P100\n", b"P100\n"))}))
+    loaded = load(forge.tar({"pickle": forge.pickled(forge.list_of(b"P100\n", b"P100\n"))}))
     assert loaded[0] is loaded[1]
 
 
@@ -134,7 +134,7 @@ def test_safetensors_file_loads_in_header_order(tmp_path: Path, options: dict[st
     (tmp_path / "model.safetensors").write_bytes(safetensors(TENSORS))
     loaded = load(tmp_path / "model.safetensors", **options)
     assert list(loaded) == list(TENSORS)
-    same(TENSORS, loaded)
+    assert_same(TENSORS, loaded)
 
 
 def sharded(folder: Path, suffix: str) -> Path:
@@ -168,7 +168,7 @@ def test_directory_with_one_weights_file_loads_it(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors(TENSORS))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "training_args.bin").write_bytes(forge.checkpoint(forge.pickled(forge.DANGEROUS)))
-    same(TENSORS, load(tmp_path))
+    assert_same(TENSORS, load(tmp_path))
 
 
 # -- programs

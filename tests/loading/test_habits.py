@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.loading.equal import same
-from tests.loading.zoo import QUIET, saved
+from tests.loading.equal import assert_same
+from tests.loading.zoo import IGNORED_WARNINGS, saved
 from torch.utils.data import DataLoader, TensorDataset
 
 import transload
@@ -27,7 +27,7 @@ ZOO = DATA / "torch-releases" / "torch-1.10.2-py3.7.16" / "zoo_cuda0.pt"
 CUDA = NEWEST / "state_dict_cuda0.pt"
 PICKLED_MODULES = sorted(DATA.rglob("whole_*.pt"))
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 
 # -- common uses
@@ -72,7 +72,7 @@ def test_loaded_tensor_can_be_resized_and_saved_again(tmp_path: Path) -> None:
     tensor = loaded["fc.weight"]
     tensor.resize_(1000)
     torch.save(loaded, tmp_path / "again.pt")
-    same(torch.load(tmp_path / "again.pt"), load(tmp_path / "again.pt"))
+    assert_same(torch.load(tmp_path / "again.pt"), load(tmp_path / "again.pt"))
 
 
 def test_loaded_tensors_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_threads_can_load_at_the_same_time() -> None:
     expected = torch.load(ZOO, map_location="cpu")
     with ThreadPoolExecutor(4) as pool:
         for loaded in pool.map(lambda _: load(ZOO, "cpu"), range(12)):
-            same(expected, loaded)
+            assert_same(expected, loaded)
 
 
 # -- modes of torch
@@ -127,7 +127,7 @@ def test_fake_tensor_mode_is_honoured() -> None:
 @pytest.mark.parametrize("location", ["cpu", "auto"])
 def test_default_device_does_not_affect_dense_tensors(location: str) -> None:
     with torch.device("meta"):
-        same(torch.load(STATE_DICT), load(STATE_DICT, location))
+        assert_same(torch.load(STATE_DICT), load(STATE_DICT, location))
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -161,7 +161,7 @@ def test_weights_only_none_trusts_only_with_a_pickle_module() -> None:
     data = saved(torch.nn.Linear(2, 2))
     with pytest.raises(UnsafeError):
         load(data, weights_only=None)
-    same(torch.load(io.BytesIO(data), weights_only=False), load(data, "auto", pickle, weights_only=None))
+    assert_same(torch.load(io.BytesIO(data), weights_only=False), load(data, "auto", pickle, weights_only=None))
 
 
 @pytest.mark.parametrize("path", PICKLED_MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -186,7 +186,7 @@ def returning(value: object) -> Callable[[Any, str], object]:
 def test_map_location_function_must_return_a_storage_or_none() -> None:
     with pytest.raises(LoadError, match="returned str"):
         load(STATE_DICT, returning("cpu"))
-    same(torch.load(STATE_DICT), load(STATE_DICT, returning(None)))
+    assert_same(torch.load(STATE_DICT), load(STATE_DICT, returning(None)))
 
 
 class RecordedCalls(list[tuple[bytes, str]]):

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from tests.each import for_each, grouped
-from tests.loading.equal import same
-from tests.loading.zoo import BESIDE, FORMS, QUIET, ZOO, Specimen, allowed, saved
+from tests.each import for_each, parametrize_groups
+from tests.loading.equal import assert_same
+from tests.loading.zoo import DATA_TORCH_REFUSES, FORMS, IGNORED_WARNINGS, ZOO, Specimen, registered_as_safe, saved
 
 from transload.errors import CannotReadError, LandingWarning, NoDeviceError, UnsafeError, UsageError
 from transload.loading import load
@@ -29,7 +29,7 @@ NEWEST = DATA / "torch-releases" / "torch-2.13.0-py3.11.7"
 STATE_DICT = NEWEST / "state_dict_cpu.pt"
 CUDA = NEWEST / "state_dict_cuda0.pt"
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 
 OLD_TORCH = not hasattr(torch, "uint16")
@@ -62,7 +62,7 @@ LOCATIONS: dict[str, Any] = {
 }
 
 
-@grouped("paths", LOADABLE)
+@parametrize_groups("paths", LOADABLE)
 def test_fixture_loads_as_with_torch_for_every_map_location(paths: list[Path]) -> None:
     """With every kind of map_location that needs no GPU."""
 
@@ -71,12 +71,12 @@ def test_fixture_loads_as_with_torch_for_every_map_location(paths: list[Path]) -
         if location == "meta" and path.name.startswith("zoo"):
             pytest.skip("torch cannot load quantized tensors on meta")
         readable = TORCH_1_4_ZIP.with_name("state_dict_cuda0.pt") if path == TORCH_1_4_ZIP else path
-        same(loaded_by_torch(readable, map_location=LOCATIONS[location]), load(path, LOCATIONS[location]))
+        assert_same(loaded_by_torch(readable, map_location=LOCATIONS[location]), load(path, LOCATIONS[location]))
 
     for_each(itertools.product(paths, LOCATIONS), check)
 
 
-@grouped("paths", [path for path in LOADABLE if "cuda" in path.name], 20)
+@parametrize_groups("paths", [path for path in LOADABLE if "cuda" in path.name], 20)
 def test_gpu_fixture_loads_on_cpu_with_one_warning(paths: list[Path]) -> None:
     for_each(paths, check_lands_with_one_warning)
 
@@ -92,13 +92,13 @@ def check_lands_with_one_warning(path: Path) -> None:
     assert landing[0].filename == __file__
     assert "cuda" in str(landing[0].message)
     assert "cpu" in str(landing[0].message)
-    same(expected, loaded)
+    assert_same(expected, loaded)
 
 
 def test_cpu_fixture_loads_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        same(torch.load(STATE_DICT), load(STATE_DICT))
+        assert_same(torch.load(STATE_DICT), load(STATE_DICT))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_first_present_device_of_a_list_gets_all_tensors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for devices in (["cuda:1", "cuda:0", "cpu"], (torch.device("cuda:1"), torch.device("cpu"))):
-            same(torch.load(CUDA, "cpu"), load(CUDA, devices))
+            assert_same(torch.load(CUDA, "cpu"), load(CUDA, devices))
     with pytest.raises(NoDeviceError, match="there is no cuda:1 or xpu here, only cpu"):
         load(CUDA, ["cuda:1", "xpu"])
 
@@ -141,7 +141,7 @@ def loaded_with_trust(data: bytes, **options: Any) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False, **options)
 
 
-@grouped("names", SAFE)
+@parametrize_groups("names", SAFE)
 def test_safe_specimens_load_without_trust_in_every_form(names: list[str]) -> None:
     def check(case: tuple[str, str]) -> None:
         name, form = case
@@ -153,8 +153,8 @@ def test_safe_specimens_load_without_trust_in_every_form(names: list[str]) -> No
         except (AttributeError, RuntimeError, SystemError):  # streams that torch writes and cannot read
             assert form.startswith("legacy")
             expected = loaded_with_trust(saved(value))
-        with allowed(specimen):
-            same(expected, load(data))
+        with registered_as_safe(specimen):
+            assert_same(expected, load(data))
 
     for_each(itertools.product(names, FORMS), check)
 
@@ -164,21 +164,21 @@ def test_unsafe_specimens_are_refused_and_load_with_trust() -> None:
         data = saved(ZOO[name].make())
         with pytest.raises(UnsafeError):
             load(data)
-        same(loaded_with_trust(data), load(data, weights_only=False))
+        assert_same(loaded_with_trust(data), load(data, weights_only=False))
 
-    for_each([name for name in ZOO if not ZOO[name].safe and name not in BESIDE], check)
+    for_each([name for name in ZOO if not ZOO[name].safe and name not in DATA_TORCH_REFUSES], check)
 
 
-@grouped("names", SAFE, 30)
+@parametrize_groups("names", SAFE, 30)
 def test_specimens_tagged_with_an_absent_gpu_load_on_cpu(names: list[str]) -> None:
     """Storages tagged with a device that this machine lacks are placed on the CPU."""
 
     def check(name: str) -> None:
         specimen = specimen_with_classes(name)
         data = saved(specimen.make(), tag="cuda:5")
-        with allowed(specimen), warnings.catch_warnings():
+        with registered_as_safe(specimen), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            same(loaded_with_trust(data, map_location="cpu"), load(data))
+            assert_same(loaded_with_trust(data, map_location="cpu"), load(data))
 
     for_each(names, check)
 
@@ -188,12 +188,12 @@ def test_specimens_tagged_with_an_absent_gpu_load_on_cpu(names: list[str]) -> No
 
 def test_path_file_object_and_bytes_load_alike() -> None:
     expected = torch.load(STATE_DICT)
-    same(expected, load(str(STATE_DICT)))
-    same(expected, load(STATE_DICT.read_bytes()))
-    same(expected, load(bytearray(STATE_DICT.read_bytes())))
+    assert_same(expected, load(str(STATE_DICT)))
+    assert_same(expected, load(STATE_DICT.read_bytes()))
+    assert_same(expected, load(bytearray(STATE_DICT.read_bytes())))
     with STATE_DICT.open("rb") as file:
-        same(expected, load(file))
-    same(expected, load(io.BytesIO(STATE_DICT.read_bytes())))
+        assert_same(expected, load(file))
+    assert_same(expected, load(io.BytesIO(STATE_DICT.read_bytes())))
 
 
 class _ShortReads(io.RawIOBase):
@@ -222,7 +222,7 @@ class _ShortReads(io.RawIOBase):
 
 
 def test_file_object_with_short_reads_loads() -> None:
-    same(torch.load(STATE_DICT), load(cast(Any, _ShortReads(STATE_DICT.read_bytes()))))
+    assert_same(torch.load(STATE_DICT), load(cast(Any, _ShortReads(STATE_DICT.read_bytes()))))
 
 
 def test_objects_in_one_stream_are_read_one_after_the_other() -> None:

@@ -19,17 +19,17 @@ from tests.forge import (
     call,
     checkpoint,
     dictionary,
-    listing,
+    list_of,
     name,
     ordered,
     pickled,
-    rebuilt,
+    rebuild_call,
     storage_id,
     tensor,
     tuple_of,
 )
-from tests.loading.equal import same
-from tests.loading.zoo import QUIET
+from tests.loading.equal import assert_same
+from tests.loading.zoo import IGNORED_WARNINGS
 
 from transload.checkpoint import contiguous
 from transload.errors import LoadError
@@ -38,7 +38,7 @@ from transload.loading import load
 from transload.loading.build import kind_of, ordinary, tensor_view
 from transload.nodes import Call, Global, Persistent
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 STORAGES = {key: struct.pack("<4f", *(float(key) + step for step in range(4))) for key in "01234"}
 
@@ -51,15 +51,15 @@ def file(body: bytes) -> bytes:
 def tensor_v2(
     key: str = "0", size: object = (4,), stride: object = (1,), grad: object = False, hooks: bytes = b""
 ) -> bytes:
-    return rebuilt("_rebuild_tensor_v2", storage_id(key), 0, size, stride, grad, hooks or ordered())
+    return rebuild_call("_rebuild_tensor_v2", storage_id(key), 0, size, stride, grad, hooks or ordered())
 
 
 def tensor_v3(key: str, dtype: str, size: object = (4,), stride: object = (1,)) -> bytes:
-    return rebuilt("_rebuild_tensor_v3", storage_id(key), 0, size, stride, False, ordered(), name("torch", dtype))
+    return rebuild_call("_rebuild_tensor_v3", storage_id(key), 0, size, stride, False, ordered(), name("torch", dtype))
 
 
 def parameter(data: bytes, *, grad: object = True, hooks: bytes = b"") -> bytes:
-    return rebuilt("_rebuild_parameter", data, grad, hooks or ordered())
+    return rebuild_call("_rebuild_parameter", data, grad, hooks or ordered())
 
 
 @contextmanager
@@ -98,10 +98,10 @@ GRAPHS = {
     "an ordered dictionary with attributes": ordered({"a": tensor("0")})
     + dictionary({"_metadata": dictionary({"": 1})})
     + b"b",
-    "a list": listing(tensor("0"), 1, tensor("1")),
+    "a list": list_of(tensor("0"), 1, tensor("1")),
     "a tuple": tuple_of(tensor("0"), tensor("1")),
-    "a tensor twice": dictionary({"a": tensor("0") + PUT, "b": GET, "c": listing(GET)}),
-    "a storage three times": listing(tensor("0"), tensor("0", (2, 2), (2, 1)), tensor("0", (2,), (1,), 2)),
+    "a tensor twice": dictionary({"a": tensor("0") + PUT, "b": GET, "c": list_of(GET)}),
+    "a storage three times": list_of(tensor("0"), tensor("0", (2, 2), (2, 1)), tensor("0", (2,), (1,), 2)),
     "hooks shared by two tensors": dictionary(
         {"a": tensor_v2("0", hooks=ordered() + PUT), "b": tensor_v2("1", hooks=GET), "hooks": GET}
     ),
@@ -109,8 +109,8 @@ GRAPHS = {
         {"hooks": ordered() + PUT, "a": tensor_v2("0", hooks=GET), "b": tensor("1")}
     ),
     "hooks that are not empty": dictionary({"a": tensor_v2("0", hooks=ordered({"x": 1})), "b": tensor("1")}),
-    "hooks that are filled later": listing(tensor_v2("0", hooks=ordered() + PUT), GET + b"K\x01K\x02s", tensor("1")),
-    "a tensor that is changed later": listing(
+    "hooks that are filled later": list_of(tensor_v2("0", hooks=ordered() + PUT), GET + b"K\x01K\x02s", tensor("1")),
+    "a tensor that is changed later": list_of(
         tensor("0") + PUT, GET + tuple_of(storage_id("1"), 0, (2,), (1,)) + b"b", tensor("2")
     ),
     "another value between tensors": dictionary(
@@ -133,10 +133,10 @@ GRAPHS = {
         }
     ),
     "parameters": dictionary({"a": parameter(tensor("0")), "b": parameter(tensor_v2("1", grad=True), grad=False)}),
-    "a parameter of an earlier tensor": listing(tensor("0") + PUT, parameter(GET), parameter(GET)),
-    "a parameter and then its tensor": listing(parameter(tensor("0") + PUT), GET),
-    "a parameter with hooks": listing(parameter(tensor("0"), hooks=ordered({"x": 1})), tensor("1")),
-    "hooks of a tensor and its parameter": listing(
+    "a parameter of an earlier tensor": list_of(tensor("0") + PUT, parameter(GET), parameter(GET)),
+    "a parameter and then its tensor": list_of(parameter(tensor("0") + PUT), GET),
+    "a parameter with hooks": list_of(parameter(tensor("0"), hooks=ordered({"x": 1})), tensor("1")),
+    "hooks of a tensor and its parameter": list_of(
         parameter(tensor_v2("0", hooks=ordered() + PUT), hooks=GET), parameter(tensor("1"))
     ),
     "empty tensors": dictionary(
@@ -151,10 +151,10 @@ def test_fast_path_equals_general_path_and_torch(case: str, monkeypatch: pytest.
     with recorded_fast_path(monkeypatch) as fast:
         loaded = load(data)
     with fast_path_disabled(monkeypatch):
-        same(load(data), loaded)
+        assert_same(load(data), loaded)
     assert any(fast)
     if case != "newer dtypes" or hasattr(torch._utils, "_rebuild_tensor_v3"):
-        same(torch.load(io.BytesIO(data), weights_only=False), loaded)
+        assert_same(torch.load(io.BytesIO(data), weights_only=False), loaded)
 
 
 def test_all_tensors_of_a_state_dict_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +198,7 @@ def test_default_dtype_and_device_do_not_affect_loaded_dtypes(dtype: str) -> Non
     finally:
         torch.set_default_dtype(torch.float32)
     buffer.seek(0)
-    same(torch.load(buffer), loaded)
+    assert_same(torch.load(buffer), loaded)
 
 
 def test_map_location_function_may_use_several_devices_for_one_tag() -> None:
@@ -251,7 +251,7 @@ def test_call_without_a_callee_is_left_to_the_general_path() -> None:
 
 def test_repeated_key_of_a_counter_is_overwritten() -> None:
     counter = call(name("collections", "Counter")) + b"(" + b"".join(b"K\x01" + count for count in (b"K\x02", b"K\x03"))
-    same(load(file(counter + b"u")), Counter({1: 3}))
+    assert_same(load(file(counter + b"u")), Counter({1: 3}))
 
 
 # -- invalid tensors
@@ -263,7 +263,7 @@ INVALID = {
     "a boolean size": tensor_v2(size=(True,)),
     "a boolean stride": tensor_v2(size=(4,), stride=(True,)),
     "a float size": tensor_v2(size=tuple_of(b"G" + struct.pack(">d", 4))),
-    "sizes in a list": tensor_v2(size=listing(4)),
+    "sizes in a list": tensor_v2(size=list_of(4)),
     "sizes in a string": tensor_v2(size="4"),
     "a negative size": tensor_v2(size=(-4,)),
     "a negative stride": tensor_v2(size=(2, 2), stride=(-1, 1)),
@@ -272,15 +272,15 @@ INVALID = {
     "a stride of more than 64 bits": tensor_v2(size=(1, 1), stride=(1 << 70, 1)),
     "a size of more than 64 bits": tensor_v2(size=(1 << 70,), stride=(0,)),
     "requires_grad that is a number": tensor_v2(grad=1),
-    "a boolean offset": rebuilt("_rebuild_tensor_v2", storage_id(), True, (1,), (1,), False, ordered()),
-    "a negative offset": rebuilt("_rebuild_tensor_v2", storage_id(), -1, (1,), (1,), False, ordered()),
+    "a boolean offset": rebuild_call("_rebuild_tensor_v2", storage_id(), True, (1,), (1,), False, ordered()),
+    "a negative offset": rebuild_call("_rebuild_tensor_v2", storage_id(), -1, (1,), (1,), False, ordered()),
     "a newer dtype beyond its storage": tensor_v3("4", "int64"),
     "a dtype that is a storage class": tensor_v3("4", "FloatStorage"),
     "a parameter of a number": parameter(b"K\x01"),
     "a parameter beyond its storage": parameter(tensor_v2(size=(5,))),
     "a parameter whose requires_grad is a number": parameter(tensor_v2("4"), grad=1),
     "a parameter of integers": parameter(tensor_v3("4", "int32")),
-    "requires_grad of an integer tensor": rebuilt(
+    "requires_grad of an integer tensor": rebuild_call(
         "_rebuild_tensor_v2", storage_id("4", 2, "LongStorage"), 0, (2,), (1,), True, ordered()
     ),
 }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests import forks
-from tests.loading.zoo import QUIET, saved
+from tests.loading.zoo import IGNORED_WARNINGS, saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.loading import load
@@ -27,7 +27,7 @@ from transload.loading.placement import DeviceMap
 SOURCE = Path(__file__).parents[2] / "src"
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX resource limits")
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 
 # -- sparse invariant checks, a setting of torch for the process

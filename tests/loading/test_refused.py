@@ -16,7 +16,7 @@ from zipfile import ZipFile
 import pytest
 import torch
 from tests import forge
-from tests.forge import DANGEROUS, archive, call, checkpoint, entries, legacy, listing, name, ordered, pickled, tensor
+from tests.forge import DANGEROUS, archive, call, checkpoint, entries, legacy, list_of, name, ordered, pickled, tensor
 from tests.loading.zoo import saved
 
 import transload
@@ -201,7 +201,7 @@ class Payload:
 
 HOSTILE = {
     "a call": DANGEROUS,
-    "a nested call": listing(tensor(), ordered({"a": DANGEROUS})),
+    "a nested call": list_of(tensor(), ordered({"a": DANGEROUS})),
     "a call whose result is dropped": DANGEROUS + b"0K\x01",
     "a name that is not called": name("os", "getcwd"),
     "a dotted name in a known module": name("torch.serialization", "os.getcwd"),
@@ -211,7 +211,7 @@ HOSTILE = {
     "a call of _load_from_bytes": call(name("torch.storage", "_load_from_bytes"), b"C\x01x"),
     "state set on a class": name("collections", "OrderedDict") + forge.dictionary({"__init__": 1}) + b"b",
     "a call of getattr": call(call(name("builtins", "getattr"), name("torch", "serialization"), "load"), "x"),
-    "a call as hooks": forge.rebuilt("_rebuild_tensor_v2", forge.storage_id(), 0, (4,), (1,), False, DANGEROUS),
+    "a call as hooks": forge.rebuild_call("_rebuild_tensor_v2", forge.storage_id(), 0, (4,), (1,), False, DANGEROUS),
     "a function that rebuilds a tensor": call(
         name("torch._tensor", "_rebuild_from_type_v2"),
         name("builtins", "print"),
@@ -270,7 +270,7 @@ def test_file_is_refused_before_any_tensor_is_read(monkeypatch: pytest.MonkeyPat
         raise AssertionError("a storage was read")
 
     monkeypatch.setattr("transload.loading.read_storages", never)
-    for body in (listing(tensor(), DANGEROUS), listing(tensor(), call(name("ipaddress", "IPv4Address")))):
+    for body in (list_of(tensor(), DANGEROUS), list_of(tensor(), call(name("ipaddress", "IPv4Address")))):
         with pytest.raises(UnsafeError):
             load(checkpoint(pickled(body)))
 
@@ -286,7 +286,7 @@ def test_storage_larger_than_the_file_is_a_broken_file_error() -> None:
 
 
 def test_refusal_lists_all_names_and_the_code_that_allows_them() -> None:
-    body = listing(
+    body = list_of(
         call(name("ipaddress", "IPv4Address")),
         call(name("my.package", "Config")),
         call(name("string", "Template")),

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.loading.equal import same
-from tests.loading.zoo import QUIET
+from tests.loading.equal import assert_same
+from tests.loading.zoo import IGNORED_WARNINGS
 from torch import nn
 
 import transload
@@ -22,7 +22,7 @@ from transload.loading.trusted import load_program
 from transload.tensors import Piece
 
 pytestmark = [
-    *QUIET,
+    *IGNORED_WARNINGS,
     # torch raises these itself when it exports or reads a program
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The given buffer is not writable"),
@@ -58,14 +58,14 @@ def devices(tensors: dict[str, torch.Tensor]) -> set[str]:
     "path", [path for path in SCRIPTS if "torch-1.0.0" not in str(path)], ids=lambda p: p.parent.name
 )
 def test_script_loads_as_with_torch(path: Path) -> None:
-    same(torch.jit.load(str(path)), load(path))
-    same(torch.jit.load(str(path)), load(path.read_bytes()))
+    assert_same(torch.jit.load(str(path)), load(path))
+    assert_same(torch.jit.load(str(path)), load(path.read_bytes()))
 
 
 def test_script_of_an_absent_gpu_loads_on_cpu() -> None:
     path = H200 / "torchscript_cuda0.pt"
     script = load(path, all_to("cpu"))
-    same(torch.jit.load(str(path), map_location="cpu"), script)
+    assert_same(torch.jit.load(str(path), map_location="cpu"), script)
     assert devices(script.state_dict()) == {"cpu"}
 
 
@@ -130,8 +130,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_exported_program_loads_as_with_torch(program: Path) -> None:
-    same(torch.export.load(program), load(program))
-    same(torch.export.load(program), load(program.read_bytes()))
+    assert_same(torch.export.load(program), load(program))
+    assert_same(torch.export.load(program), load(program.read_bytes()))
 
 
 def test_loaded_program_computes_the_same_as_with_torch(program: Path) -> None:
@@ -142,7 +142,7 @@ def test_loaded_program_computes_the_same_as_with_torch(program: Path) -> None:
 def test_exported_program_loads_under_another_suffix(program: Path, tmp_path: Path) -> None:
     renamed = tmp_path / "net.pt"
     renamed.write_bytes(program.read_bytes())
-    same(torch.export.load(program), load(renamed))
+    assert_same(torch.export.load(program), load(renamed))
 
 
 def test_exported_program_is_moved_completely(program: Path) -> None:

@@ -13,8 +13,8 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
 import pytest
 import torch
 from tests import forge
-from tests.forge import Entry, archive, entries, legacy, remade
-from tests.loading.equal import same
+from tests.forge import Entry, archive, entries, legacy, with_changes
+from tests.loading.equal import assert_same
 from tests.loading.zoo import saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
@@ -70,7 +70,7 @@ def test_file_without_checksums_passes_verify() -> None:
 
 
 def test_unwritten_storage_is_a_warning() -> None:
-    unwritten = remade(entries(), "data/1", crc32=0, descriptor=struct.pack("<4s3L", b"PK\x07\x08", 0, 16, 16))
+    unwritten = with_changes(entries(), "data/1", crc32=0, descriptor=struct.pack("<4s3L", b"PK\x07\x08", 0, 16, 16))
     with pytest.warns(UserWarning, match="never written"):
         load(archive(unwritten))
 
@@ -92,19 +92,19 @@ def test_deflated_storages_load_with_and_without_mmap(tmp_path: Path, *, mmap: b
     tensors = {"flat": torch.zeros(3_000_000), "noise": torch.randn(1_200_000), "none": torch.empty(0)}
     data = deflated(saved(tensors))
     path = written(tmp_path / "packed.pt", data)
-    same(torch.load(io.BytesIO(saved(tensors))), load(path, mmap=mmap, verify=True))
+    assert_same(torch.load(io.BytesIO(saved(tensors))), load(path, mmap=mmap, verify=True))
 
 
 def test_damaged_deflated_data_is_a_broken_file_error() -> None:
     intact = entries()
-    packed = remade(intact, "data/1", method=8)
+    packed = with_changes(intact, "data/1", method=8)
     assert values(load(archive(packed))) == EXPECTED
     with pytest.raises(BrokenFileError, match="w1"):
-        load(archive(remade(packed, "data/1", raw=b"\xff" * 12)))
+        load(archive(with_changes(packed, "data/1", raw=b"\xff" * 12)))
     with pytest.raises(BrokenFileError, match="w1"):
-        load(archive(remade(packed, "data/1", raw=b"\x03\x00")))  # an empty deflate stream
+        load(archive(with_changes(packed, "data/1", raw=b"\x03\x00")))  # an empty deflate stream
     with pytest.raises(BrokenFileError):
-        load(archive(remade(packed, "data/1", method=12)))
+        load(archive(with_changes(packed, "data/1", method=12)))
 
 
 # -- byte order
@@ -127,8 +127,8 @@ def big_endian(data: bytes) -> bytes:
 def test_big_endian_file_loads_as_with_torch(tmp_path: Path, *, mmap: bool) -> None:
     data = saved({"a": torch.randn(5), "b": torch.randn(3, dtype=torch.complex64)})
     path = written(tmp_path / "big.pt", big_endian(data))
-    same(torch.load(path), load(path, mmap=mmap))
-    same(torch.load(io.BytesIO(data)), load(path))
+    assert_same(torch.load(path), load(path, mmap=mmap))
+    assert_same(torch.load(io.BytesIO(data)), load(path))
 
 
 @pytest.mark.skipif(sys.byteorder == "big" or not hasattr(torch, "uint32"), reason="needs a little-endian host")
@@ -158,7 +158,7 @@ def test_mapped_file_loads_as_with_torch_and_is_not_written_to(tmp_path: Path) -
     torch.save({"a": torch.arange(1000.0), "b": torch.arange(3)}, path)
     before = path.read_bytes()
     loaded = load(path, mmap=True)
-    same(torch.load(str(path), mmap=True), loaded)
+    assert_same(torch.load(str(path), mmap=True), loaded)
     loaded["a"].zero_()
     assert path.read_bytes() == before
 
@@ -166,7 +166,7 @@ def test_mapped_file_loads_as_with_torch_and_is_not_written_to(tmp_path: Path) -
 def test_stream_with_aligned_and_unaligned_storages_loads_with_mmap(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({str(i): torch.arange(i + 1.0) for i in range(8)}, path, _use_new_zipfile_serialization=False)
-    same(torch.load(path), load(path, mmap=True))
+    assert_same(torch.load(path), load(path, mmap=True))
 
 
 def test_mmap_default_of_torch_is_honoured(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_empty_storages_are_not_shared() -> None:
 
 
 def test_short_or_missing_storage_is_a_broken_file_error() -> None:
-    short = remade(entries(), "data/1", data=b"\0" * 8)
+    short = with_changes(entries(), "data/1", data=b"\0" * 8)
     with pytest.raises(BrokenFileError, match="w1"):
         load(archive(short))
     missing = [entry for entry in entries() if not entry.name.endswith(b"data/1")]

@@ -31,7 +31,7 @@ import datetime, json, os, sys, warnings
 import torch
 import torch.distributed as dist
 from pathlib import Path
-from tests.loading.equal import same
+from tests.loading.equal import assert_same
 from transload.loading import load
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
@@ -64,9 +64,9 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     held = load("gpu.pt")
 words = [str(each.message) for each in caught if each.category.__name__ == "LandingWarning"]
-same(torch.load("gpu.pt", map_location="cpu"), held)
-same(torch.load("cpu.pt"), load("cpu.pt"))
-same(torch.load("cpu.pt", mmap=True), load("cpu.pt", mmap=True))
+assert_same(torch.load("gpu.pt", map_location="cpu"), held)
+assert_same(torch.load("cpu.pt"), load("cpu.pt"))
+assert_same(torch.load("cpu.pt", mmap=True), load("cpu.pt", mmap=True))
 
 total = torch.stack([value.double().sum() for value in held["model"].values()]).sum()
 parts = [torch.zeros_like(total) for _ in range(2)]
@@ -83,9 +83,9 @@ whole = torch.arange(12.0).reshape(4, 3)
 made = {"rows": distribute_tensor(whole, mesh, [Shard(0)]), "all": distribute_tensor(whole, mesh, [Replicate()])}
 torch.save(made, f"dtensor-{rank}.pt")
 expected = torch.load(f"dtensor-{rank}.pt", weights_only=False)
-same(expected, load(f"dtensor-{rank}.pt", weights_only=False))
+assert_same(expected, load(f"dtensor-{rank}.pt", weights_only=False))
 held = load(f"dtensor-{rank}.pt")
-same(expected, held)
+assert_same(expected, held)
 facts |= dict(rows=held["rows"].to_local().tolist(), full=held["rows"].full_tensor().tolist(),
               kind=type(held["all"]).__name__)
 """

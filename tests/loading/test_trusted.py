@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 from tests import forge
-from tests.each import for_each, grouped
+from tests.each import for_each, parametrize_groups
 from tests.forge import FLOATS, dictionary, name, number, pickled, tuple_of
-from tests.loading.equal import same
-from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, QUIET, ZOO, Net, Pair, saved
+from tests.loading.equal import assert_same
+from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, IGNORED_WARNINGS, ZOO, Net, Pair, saved
 from torch import nn
 
 from transload import MissingClassError, MissingModuleError
@@ -31,7 +31,7 @@ from transload.loading.placement import DeviceMap, Plan
 from transload.loading.trusted import load_trusted
 from transload.tensors import Piece
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 RELEASES = Path(__file__).parents[1] / "data" / "torch-releases"
 H200 = Path(__file__).parents[1] / "data" / "h200"
@@ -60,16 +60,16 @@ def loaded_by_torch(data: bytes, **options: Any) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False, **{"map_location": "cpu", **options})
 
 
-@grouped("names", ZOO)
+@parametrize_groups("names", ZOO)
 def test_every_specimen_loads_as_with_torch_in_every_form(names: list[str]) -> None:
     def check(case: tuple[str, str]) -> None:
         name, form = case
         value = _built(name)
         data = saved(value, form)
         if form.startswith("legacy") and not torch_reads_stream(name, data):
-            same(loaded_by_torch(saved(value)), load(data))
+            assert_same(loaded_by_torch(saved(value)), load(data))
         else:
-            same(loaded_by_torch(data), load(data))
+            assert_same(loaded_by_torch(data), load(data))
 
     for_each(itertools.product(names, FORMS), check)
 
@@ -94,7 +94,7 @@ class _MainNet(nn.Module):
 def test_fixture_loads_as_with_torch(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "Net", _MainNet, raising=False)
     data = path.read_bytes()
-    same(loaded_by_torch(data), load(data))
+    assert_same(loaded_by_torch(data), load(data))
 
 
 def test_missing_class_of_the_saving_script_is_reported() -> None:
@@ -150,13 +150,13 @@ def test_archive_without_pickle_is_a_broken_file_error() -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "latin1", "bytes"])
 def test_python_2_file_loads_as_with_torch(encoding: str) -> None:
     data = (RELEASES / "torch-1.0.0-py2.7.18" / "state_dict_cuda0.pt").read_bytes()
-    same(loaded_by_torch(data, encoding=encoding), load(data, encoding=encoding))
+    assert_same(loaded_by_torch(data, encoding=encoding), load(data, encoding=encoding))
 
 
 def python_2_file(raw: bytes) -> bytes:
     """A file with a Python 2 string, which is bytes."""
     body = b"}U\x01tU" + bytes([len(raw)]) + raw + b"s"
-    return forge.legacy(object=pickled(body), keys=pickled(forge.listing()), storages=())
+    return forge.legacy(object=pickled(body), keys=pickled(forge.list_of()), storages=())
 
 
 def test_python_2_strings_that_are_not_utf8_need_an_encoding() -> None:
@@ -181,7 +181,7 @@ def test_custom_pickle_module_is_used() -> None:
     data = saved({"w": torch.rand(3)})
     module = SimpleNamespace(Unpickler=CountingUnpickler, load=pickle.load, __name__="counting")
     before = CountingUnpickler.created
-    same(loaded_by_torch(data), load(data, pickle_module=module))
+    assert_same(loaded_by_torch(data), load(data, pickle_module=module))
     assert CountingUnpickler.created > before
 
 
@@ -206,7 +206,7 @@ def test_reference_to_a_missing_storage_is_a_broken_file_error() -> None:
 def test_pure_python_unpickler_works() -> None:
     data = saved(ZOO["training checkpoint"].make())
     module = SimpleNamespace(Unpickler=pickle._Unpickler, load=pickle._load, __name__="slow")  # type: ignore[attr-defined]
-    same(loaded_by_torch(data), load(data, pickle_module=module))
+    assert_same(loaded_by_torch(data), load(data, pickle_module=module))
 
 
 # -- the tar format, which no recent release writes --------------------------------------------------------------------
@@ -224,13 +224,13 @@ def tar_loaded_by_torch(folder: Path, data: bytes) -> Any:
 @unfiltered
 def test_tar_archive_loads_as_with_torch(tmp_path: Path) -> None:
     data = forge.tar()
-    same(tar_loaded_by_torch(tmp_path, data), load(data))
+    assert_same(tar_loaded_by_torch(tmp_path, data), load(data))
 
 
 @unfiltered
 def test_tar_archive_with_storage_views_loads_as_with_torch(tmp_path: Path) -> None:
     stored = pickled(tuple_of(0, "cpu", name("torch", "FloatStorage"))) + struct.pack("<q", 4) + FLOATS
-    storages = pickled(number(1)) + stored + pickled(forge.listing(tuple_of(1, 0, 1, 3)))
+    storages = pickled(number(1)) + stored + pickled(forge.list_of(tuple_of(1, 0, 1, 3)))
     views = [(100, 0, 4, 0), (101, 1, 2, 1)]
     tensors = pickled(number(2)) + b"".join(
         pickled(tuple_of(key, storage, name("torch", "FloatTensor"))) + struct.pack("<i4x3q", 1, size, 1, offset)
@@ -238,7 +238,7 @@ def test_tar_archive_with_storage_views_loads_as_with_torch(tmp_path: Path) -> N
     )
     root = pickled(dictionary({"all": b"P100\n", "some": b"P101\n", "storage": b"P0\n"}))
     data = forge.tar({"pickle": root, "tensors": tensors, "storages": storages})
-    same(tar_loaded_by_torch(tmp_path, data), load(data))
+    assert_same(tar_loaded_by_torch(tmp_path, data), load(data))
 
 
 # -- the stream format -------------------------------------------------------------------------------------------------
@@ -253,15 +253,15 @@ def test_stream_with_storage_views_loads_as_with_torch() -> None:
     tensors = {"all": tensor(None, 4), "some": tensor(("v", 1, 2), 2), "again": tensor(("v", 1, 2), 2)}
     data = forge.legacy(
         object=pickled(dictionary(tensors)),
-        keys=pickled(forge.listing("0")),
+        keys=pickled(forge.list_of("0")),
         storages=(struct.pack("<q", 4) + FLOATS,),
     )
-    same(loaded_by_torch(data), load(data))
+    assert_same(loaded_by_torch(data), load(data))
 
 
 def module_in_a_stream(source: str) -> bytes:
     body = tuple_of("module", name("torch.nn", "ReLU"), "a.py", source) + b"Q"
-    return forge.legacy(object=pickled(body), keys=pickled(forge.listing()), storages=())
+    return forge.legacy(object=pickled(body), keys=pickled(forge.list_of()), storages=())
 
 
 def test_changed_source_of_a_class_is_a_warning() -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from tests import forge
 from tests.each import each, for_each
-from tests.loading.equal import same
+from tests.loading.equal import assert_same
 from tests.release import needs_torch
 
 import transload
@@ -99,7 +99,7 @@ def test_values_load_as_with_torch_and_trust() -> None:
         if isinstance(case[0], pathlib.PurePath):
             assert theirs["value"] == ours["value"]
         else:
-            same(theirs, ours)
+            assert_same(theirs, ours)
 
     for_each([(value, n) for value in (*ARRAYS.values(), *PLAIN.values()) for n in (2, 3, 4, 5)], check)
 
@@ -208,7 +208,7 @@ def test_buildable_values_are_the_plain_values_of_the_judge() -> None:
 def test_python_2_strings_load_as_bytes(data: pathlib.Path) -> None:
     for path in sorted((data / "torch-releases").glob("*py2.7*/state_dict*cpu*.pt")):
         theirs = torch.load(path, weights_only=True, encoding="bytes")
-        same(theirs, transload.load(path, "cpu", encoding="bytes"))
+        assert_same(theirs, transload.load(path, "cpu", encoding="bytes"))
         assert any(type(key) is bytes for key in theirs)
 
 

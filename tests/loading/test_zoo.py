@@ -14,14 +14,23 @@ from typing import Any
 
 import pytest
 import torch
-from tests.each import for_each, grouped
-from tests.loading.equal import same
-from tests.loading.zoo import BESIDE, BUILT_FROM_BYTES, DTYPES, FORMS, QUIET, ZOO, allowed, saved
+from tests.each import for_each, parametrize_groups
+from tests.loading.equal import assert_same
+from tests.loading.zoo import (
+    BUILT_FROM_BYTES,
+    DATA_TORCH_REFUSES,
+    DTYPES,
+    FORMS,
+    IGNORED_WARNINGS,
+    ZOO,
+    registered_as_safe,
+    saved,
+)
 
 from transload.errors import LandingWarning, LoadError, NoDeviceError, UnsafeError
 from transload.loading import load
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 RICH = ("training checkpoint", "views of one storage", "sparse", "storages")
 """Enough of the zoo to test every combination of source, form and option."""
@@ -58,15 +67,15 @@ def loaded_by_torch(name: str, form: str = "zip", tag: str = "", **options: Any)
     return torch.load(io.BytesIO(file_of(name, "zip", tag)), weights_only=False, **options)
 
 
-@grouped("names", ZOO, 20)
+@parametrize_groups("names", ZOO, 20)
 def test_trusted_file_loads_as_with_torch(names: list[str]) -> None:
     def check(case: tuple[str, str]) -> None:
-        same(loaded_by_torch(*case), load(file_of(*case), weights_only=False))
+        assert_same(loaded_by_torch(*case), load(file_of(*case), weights_only=False))
 
     for_each(itertools.product(names, ["zip", "legacy"]), check)  # test_trusted.py tests the other forms
 
 
-@grouped("names", [name for name in ZOO if ZOO[name].safe])
+@parametrize_groups("names", [name for name in ZOO if ZOO[name].safe])
 def test_safe_file_loads_as_with_torch(names: list[str]) -> None:
     """The result equals what torch loads from the trusted file, even if torch refuses it with ``weights_only``."""
     for_each(itertools.product(names, ["zip", "legacy", "zip, protocol 4"]), lambda case: check_without_trust(*case))
@@ -74,16 +83,16 @@ def test_safe_file_loads_as_with_torch(names: list[str]) -> None:
 
 def check_without_trust(name: str, form: str) -> None:
     data = file_of(name, form)
-    with allowed(ZOO[name]):
+    with registered_as_safe(ZOO[name]):
         by_torch = None if form == "legacy" and name in BUILT_FROM_BYTES else loaded_with_weights_only(data)
         try:
             ours = load(data)
         except UnsafeError:
             assert by_torch is None, "torch loads this with weights_only"
             return
-    same(loaded_by_torch(name, form), ours)
+    assert_same(loaded_by_torch(name, form), ours)
     if by_torch is not None:
-        same(by_torch[0], ours)
+        assert_same(by_torch[0], ours)
 
 
 def loaded_with_weights_only(data: bytes) -> tuple[Any] | None:
@@ -93,7 +102,7 @@ def loaded_with_weights_only(data: bytes) -> tuple[Any] | None:
         return None
 
 
-@pytest.mark.parametrize("name", [name for name in ZOO if not ZOO[name].safe and name not in BESIDE])
+@pytest.mark.parametrize("name", [name for name in ZOO if not ZOO[name].safe and name not in DATA_TORCH_REFUSES])
 def test_unsafe_file_is_refused(name: str) -> None:
     for form in ("zip", "legacy", "zip, protocol 4"):
         with pytest.raises(UnsafeError):
@@ -104,7 +113,7 @@ def test_plain_data_loads_in_every_form() -> None:
     """These must never be refused: harmless values, also in the newer protocols, some of which torch refuses."""
     for name in ("state dict", "training checkpoint", "plain values", "views of one storage", "keys", "deep"):
         for form in FORMS:
-            same(loaded_by_torch(name, form), load(file_of(name, form)))
+            assert_same(loaded_by_torch(name, form), load(file_of(name, form)))
 
 
 def test_zoo_contains_the_usual_dtypes() -> None:
@@ -140,7 +149,7 @@ def test_every_kind_of_source_loads_as_with_torch(kind: str, form: str, trusted:
     for name in RICH:
         f = source(kind, file_of(name, form), tmp_path)
         with f if kind == "file" else contextlib.nullcontext():
-            same(loaded_by_torch(name, form), load(f, weights_only=not trusted))
+            assert_same(loaded_by_torch(name, form), load(f, weights_only=not trusted))
             assert not getattr(f, "closed", False)
 
 
@@ -149,7 +158,7 @@ def test_mmap_loads_as_with_torch(trusted: bool, tmp_path: Path) -> None:
     for name in (*RICH, "dtypes in one file"):
         path = source("text path", file_of(name), tmp_path)
         expected = torch.load(path, weights_only=False, mmap=True)
-        same(expected, load(path, weights_only=not trusted, mmap=True))
+        assert_same(expected, load(path, weights_only=not trusted, mmap=True))
 
 
 def test_two_loads_share_nothing() -> None:
@@ -169,7 +178,7 @@ def test_several_objects_in_one_file_load_in_order(tmp_path: Path) -> None:
     path.write_bytes(file_of("data set", "legacy") + file_of("state dict", "legacy"))
     with path.open("rb") as ours, path.open("rb") as theirs:
         for _ in range(2):
-            same(torch.load(theirs), load(ours))
+            assert_same(torch.load(theirs), load(ours))
 
 
 # -- map_location ------------------------------------------------------------------------------------------------------
@@ -194,7 +203,7 @@ def test_map_location_to_cpu_works_as_with_torch(tag: str, form: str, trusted: b
         data = file_of(name, form, tag)
         for location in locations.values():
             expected = loaded_by_torch(name, form, tag, map_location=location)
-            same(expected, load(data, location, weights_only=not trusted))
+            assert_same(expected, load(data, location, weights_only=not trusted))
 
 
 @pytest.mark.parametrize("form", ["zip", "legacy"])
@@ -215,14 +224,14 @@ def test_map_location_function_gets_the_same_tags_as_with_torch(form: str) -> No
 
 
 def test_map_location_function_returning_none_falls_back_to_the_tag() -> None:
-    same(loaded_by_torch("state dict"), load(file_of("state dict"), lambda *_: None))
+    assert_same(loaded_by_torch("state dict"), load(file_of("state dict"), lambda *_: None))
 
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("name", ["training checkpoint", "storages", "conjugate", "meta parameter"])
 def test_map_location_meta_works_as_with_torch(name: str, trusted: bool) -> None:
     expected = loaded_by_torch(name, map_location="meta")
-    same(expected, load(file_of(name), "meta", weights_only=not trusted))
+    assert_same(expected, load(file_of(name), "meta", weights_only=not trusted))
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -250,7 +259,7 @@ def test_tensors_of_an_absent_device_load_on_cpu_with_one_warning(tag: str, trus
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", LandingWarning)
                 loaded = load(file_of(name, form, tag), weights_only=not trusted)
-            same(loaded_by_torch(name, form, tag, map_location="cpu"), loaded)
+            assert_same(loaded_by_torch(name, form, tag, map_location="cpu"), loaded)
             landing = [warning for warning in caught if warning.category is LandingWarning]
             assert len(landing) == 1
             assert tag in str(landing[0].message)
@@ -270,7 +279,7 @@ def test_map_location_none_with_an_absent_device_is_an_error_that_names_it(tag: 
 def test_cpu_tensors_load_on_cpu_without_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", LandingWarning)
-        same(loaded_by_torch("training checkpoint"), load(file_of("training checkpoint")))
+        assert_same(loaded_by_torch("training checkpoint"), load(file_of("training checkpoint")))
 
 
 # -- usual code --------------------------------------------------------------------------------------------------------
@@ -301,7 +310,7 @@ def test_training_resumes_as_with_torch() -> None:
         optimizer.step()
         scheduler.step()
         states.append([net.state_dict(), optimizer.state_dict(), scheduler.state_dict()])
-    same(*states)
+    assert_same(*states)
 
 
 def test_damaged_file_raises_runtime_error_and_html_raises_load_error() -> None:

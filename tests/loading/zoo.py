@@ -27,7 +27,7 @@ from torch import nn
 # The legacy form includes the source of each module class; to find it torch parses the whole file. Cache the result.
 torch.serialization.get_source_lines_and_file = functools.cache(torch.serialization.get_source_lines_and_file)
 
-QUIET = [
+IGNORED_WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:{text}")
     for text in (
         "Sparse invariant checks are implicitly disabled",
@@ -76,7 +76,7 @@ def specimen(name: str, *classes: Any, safe: bool = True) -> Callable[[Build], B
     return register
 
 
-BESIDE = frozenset({"trusted: namespace", "trusted: library objects"})
+DATA_TORCH_REFUSES = frozenset({"trusted: namespace", "trusted: library objects"})
 """Specimens that torch refuses with ``weights_only`` and transload loads, since they are only data."""
 
 BUILT_FROM_BYTES = frozenset({"nested", "trusted: generator"})
@@ -97,13 +97,13 @@ FORMS: dict[str, dict[str, Any]] = {
 def saved(value: Any, form: str = "zip", tag: str = "") -> bytes:
     """The bytes of a saved file. With a ``tag``, every storage in it is tagged with that device."""
     buffer = io.BytesIO()
-    with tagged(tag):
+    with save_with_tag(tag):
         torch.save(value, buffer, **FORMS[form])
     return buffer.getvalue()
 
 
 @contextlib.contextmanager
-def tagged(tag: str) -> Iterator[None]:
+def save_with_tag(tag: str) -> Iterator[None]:
     """Make ``torch.save`` tag every storage with this device, whichever device it is on."""
     original = torch.serialization.location_tag
     if tag:
@@ -115,7 +115,7 @@ def tagged(tag: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def allowed(specimen: Specimen) -> Iterator[None]:
+def registered_as_safe(specimen: Specimen) -> Iterator[None]:
     """Register the classes of a specimen as safe globals, if this torch has such a registry."""
     registered = torch.serialization.get_safe_globals() if hasattr(torch.serialization, "get_safe_globals") else None
     if registered is not None:

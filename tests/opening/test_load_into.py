@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tests import forge
-from tests.loading.equal import same
+from tests.loading.equal import assert_same
 from tests.opening.test_open import CountingFile, raw
 from tests.quantized import working_engine
 from torch import nn
@@ -44,7 +44,7 @@ class Net(nn.Module):
         self.missing = None
 
 
-def made(seed: int = 0) -> Net:
+def seeded_net(seed: int = 0) -> Net:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         net = Net()
@@ -65,7 +65,7 @@ def file_of(value: Any, **options: Any) -> io.BytesIO:
     return file
 
 
-def assert_same(one: nn.Module, other: nn.Module) -> None:
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
     mine, theirs = one.state_dict(), other.state_dict()
     assert list(mine) == list(theirs)
     for name, tensor in mine.items():
@@ -99,10 +99,10 @@ class TestFindingTheStateDict:
         ],
     )
     def test_state_dict_is_found_at_any_depth(self, wrap: Callable[[State], Any], path: str) -> None:
-        model = made(1)
-        result = load_into(model, file_of(wrap(made().state_dict())))
+        model = seeded_net(1)
+        result = load_into(model, file_of(wrap(seeded_net().state_dict())))
         assert (result, result.found, result.notes) == (([], []), path, ())
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_nested_dictionaries_are_joined_by_dots(self) -> None:
         model = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Linear(2, 3)))
@@ -111,8 +111,8 @@ class TestFindingTheStateDict:
         assert torch.equal(model[1].weight, tree["params"]["b"]["weight"])
 
     def test_two_state_dicts_that_fit_equally_well_are_ambiguous(self) -> None:
-        model, before = made(1), cloned_state(made(1))
-        file = file_of({"model": made(2).state_dict(), "ema": made(3).state_dict()})
+        model, before = seeded_net(1), cloned_state(seeded_net(1))
+        file = file_of({"model": seeded_net(2).state_dict(), "ema": seeded_net(3).state_dict()})
         with pytest.raises(UsageError) as caught:
             load_into(model, file)
         assert str(caught.value) == (
@@ -123,13 +123,13 @@ class TestFindingTheStateDict:
         )
         assert_untouched(model, before)
         assert load_into(model, file, prefix="ema").found == "ema"
-        assert_same(model, made(3))
+        assert_same_state(model, seeded_net(3))
 
     def test_state_dict_that_fits_better_is_used(self) -> None:
-        model, state = made(1), made(2).state_dict()
-        part = {name: tensor for name, tensor in made(3).state_dict().items() if "running" not in name}
+        model, state = seeded_net(1), seeded_net(2).state_dict()
+        part = {name: tensor for name, tensor in seeded_net(3).state_dict().items() if "running" not in name}
         assert load_into(model, file_of({"ema": part, "model": state})).found == "model"
-        assert_same(model, made(2))
+        assert_same_state(model, seeded_net(2))
 
     def test_prefix_may_end_inside_a_key(self) -> None:
         model = nn.Linear(2, 2)
@@ -140,7 +140,7 @@ class TestFindingTheStateDict:
 
     def test_unknown_prefix_is_an_error(self) -> None:
         with pytest.raises(UsageError) as caught:
-            load_into(made(), file_of({"model": made().state_dict(), "x": [torch.ones(1)]}), prefix="nett")
+            load_into(seeded_net(), file_of({"model": seeded_net().state_dict(), "x": [torch.ones(1)]}), prefix="nett")
         problem, hint = str(caught.value).split("\n")
         assert problem == "<file object>: no tensor name begins with the prefix 'nett'"
         assert hint == "There are tensors below: model, x"
@@ -156,14 +156,14 @@ class TestFindingTheStateDict:
             *(type(m)(m.in_features, m.out_features) if isinstance(m, nn.Linear) else m for m in expected)
         )
         load_into(model, data / "h200" / "whole_module_cuda0.pt")
-        assert_same(model, expected)
+        assert_same_state(model, expected)
 
     def test_other_attributes_of_a_pickled_module_are_not_unexpected_keys(self) -> None:
-        expected, model = made(1), made()  # with a non-persistent buffer
+        expected, model = seeded_net(1), seeded_net()  # with a non-persistent buffer
         expected.mask = torch.ones(3)
         for value in (expected, {"model": expected}):
             assert not load_into(model, file_of(value)).unexpected_keys
-        assert_same(model, expected)
+        assert_same_state(model, expected)
 
 
 class TestPrefixes:
@@ -178,62 +178,64 @@ class TestPrefixes:
         ],
     )
     def test_wrapper_prefix_is_removed_with_a_warning(self, rename: str, note: str) -> None:
-        model = made(1)
-        file = file_of({"state_dict": {rename.format(name): t for name, t in made().state_dict().items()}, "epoch": 1})
+        model = seeded_net(1)
+        file = file_of(
+            {"state_dict": {rename.format(name): t for name, t in seeded_net().state_dict().items()}, "epoch": 1}
+        )
         with pytest.warns(KeysWarning, match=note) as caught:
             result = load_into(model, file)
         assert (result.found, result.notes) == ("state_dict", (note,))
         assert [warning.filename for warning in caught] == [__file__]
         assert repr(result) == f"<All keys matched successfully; found in state_dict; {note}>"
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_keys_beside_the_model_are_left_out_with_a_warning(self) -> None:
-        model = made(1)
-        state = {f"model.{name}": tensor for name, tensor in made().state_dict().items()}
+        model = seeded_net(1)
+        state = {f"model.{name}": tensor for name, tensor in seeded_net().state_dict().items()}
         file = file_of({"state_dict": {**state, "loss.weight": torch.ones(3), "steps_done": 4}})
         with pytest.warns(KeysWarning, match=r"removed 'model\.' from 12 keys, and left out 1 without it"):
             assert load_into(model, file) == ([], [])
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_key_without_the_wrapper_prefix_is_unexpected(self) -> None:
-        state = {f"module.{name}": tensor for name, tensor in made().state_dict().items()}
+        state = {f"module.{name}": tensor for name, tensor in seeded_net().state_dict().items()}
         with pytest.raises(MismatchError, match="only in the file: loss"):
-            load_into(made(1), file_of({**state, "loss": torch.ones(3)}))
+            load_into(seeded_net(1), file_of({**state, "loss": torch.ones(3)}))
 
     def test_wrapper_prefix_is_added_for_a_wrapped_model(self) -> None:
-        model = nn.DataParallel(made(1))
+        model = nn.DataParallel(seeded_net(1))
         with pytest.warns(KeysWarning, match=r"put 'module\.' before 12 keys"):
-            load_into(model, file_of(made().state_dict()))
-        assert_same(model.module, made())
+            load_into(model, file_of(seeded_net().state_dict()))
+        assert_same_state(model.module, seeded_net())
 
     def test_wrapper_prefix_is_replaced_by_another(self) -> None:
-        model = nn.DataParallel(made(1))
+        model = nn.DataParallel(seeded_net(1))
         with pytest.warns(KeysWarning, match=r"replaced '_orig_mod\.' by 'module\.' in 12 keys"):
-            load_into(model, file_of({f"_orig_mod.{name}": t for name, t in made().state_dict().items()}))
-        assert_same(model.module, made())
+            load_into(model, file_of({f"_orig_mod.{name}": t for name, t in seeded_net().state_dict().items()}))
+        assert_same_state(model.module, seeded_net())
 
     def test_wrapper_name_of_a_compiled_submodule_is_removed(self) -> None:
-        model = made(1)
-        state = {name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in made().state_dict().items()}
+        model = seeded_net(1)
+        state = {name.replace("stem.", "stem._orig_mod."): tensor for name, tensor in seeded_net().state_dict().items()}
         with pytest.warns(KeysWarning, match="removed the names of wrappers from 7 keys"):
             load_into(model, file_of(state))
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_wrapper_prefix_is_added_for_a_compiled_model(self) -> None:
-        model = made(1)
+        model = seeded_net(1)
         try:
             compiled = torch.compile(model, backend="eager")
         except RuntimeError as error:
             pytest.skip(str(error))  # this release does not support it on this Python
         with pytest.warns(KeysWarning, match=r"put '_orig_mod\.' before 12 keys"):
-            load_into(compiled, file_of(made().state_dict()))
-        assert_same(model, made())
+            load_into(compiled, file_of(seeded_net().state_dict()))
+        assert_same_state(model, seeded_net())
 
     def test_prefix_that_the_model_also_has_is_kept(self) -> None:
         model = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
         other = nn.ModuleDict({"model": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
         assert load_into(model, file_of(other.state_dict())).notes == ()
-        assert_same(model, other)
+        assert_same_state(model, other)
 
     def test_prefix_is_added_for_a_model_around_the_saved_body(self) -> None:
         model = nn.ModuleDict({"model": nn.Linear(2, 2), "lm_head": nn.Linear(2, 3)})
@@ -284,20 +286,20 @@ class TestRenaming:
         result = load_into(model, file_of({"state_dict": state, "epoch": 3} if nested else state), rename=rename)
         assert (result.found, result.notes) == ("state_dict" if nested else "", ())
         assert result == ([], [])
-        assert_same(model, saved)
+        assert_same_state(model, saved)
 
     def test_rename_with_one_pattern(self) -> None:
         model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
         state = {f"old_{name}": tensor for name, tensor in saved.state_dict().items()}
         load_into(model, file_of(state), rename=("^old_(.*)", r"\1"))
-        assert_same(model, saved)
+        assert_same_state(model, saved)
 
     @pytest.mark.parametrize("rename", [{"loss.": None, "x": None}, lambda key: None if key[0] in "lx" else key])
     def test_rename_to_none_leaves_keys_out(self, rename: Any) -> None:
         model, saved = nn.Linear(2, 2), nn.Linear(2, 2)
         state = {**saved.state_dict(), "loss.weight": torch.ones(1), "x": 4}
         assert load_into(model, file_of(state), rename=rename) == ([], [])
-        assert_same(model, saved)
+        assert_same_state(model, saved)
         nested = {**saved.state_dict(), "loss": {"weight": torch.ones(1), "n": 1}, "x": 4}
         assert load_into(model, file_of(nested), rename=rename) == ([], [])
 
@@ -306,13 +308,13 @@ class TestRenaming:
         state = {f"old.{name}": tensor for name, tensor in saved.state_dict().items()}
         with pytest.warns(KeysWarning, match=r"removed 'module\.' from 2 keys"):
             load_into(model, file_of(state), rename={"old.": "module."})
-        assert_same(model, saved)
+        assert_same_state(model, saved)
 
     def test_rename_below_a_prefix(self) -> None:
         model, saved = nn.ModuleDict({"b": nn.Linear(2, 2)}), nn.Linear(2, 2)
         file = file_of({"ema": {f"a.{name}": tensor for name, tensor in saved.state_dict().items()}, "model": {}})
         load_into(model, file, prefix="ema", rename={"a.": "b."})
-        assert_same(model["b"], saved)
+        assert_same_state(model["b"], saved)
 
     def test_extra_state_is_renamed_too(self) -> None:
         model, saved = nn.ModuleDict({"b": Extra()}), Extra()
@@ -325,7 +327,7 @@ class TestRenaming:
         model, saved = nn.ModuleDict({"b": Renaming()}), Renaming()
         state = {f"a.{name}": value for name, value in saved.state_dict().items()}
         assert load_into(model, file_of(state), rename={"a.": "b."}) == ([], [])
-        assert_same(model["b"], saved)
+        assert_same_state(model["b"], saved)
 
     def test_rename_of_two_keys_to_one_name_is_an_error(self) -> None:
         state = {"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2)}
@@ -360,7 +362,7 @@ class TestEncoderIntoClassifier:
         assert caught.value.fix == 'rename={"": "bert."}, strict=False loads 10 of 12 keys.'
         result = load_into(model, file_of(saved.state_dict()), rename={"": "bert."}, strict=False)
         assert result == (["classifier.weight", "classifier.bias"], [])
-        assert_same(model.bert, saved)
+        assert_same_state(model.bert, saved)
 
     @pytest.mark.parametrize("prefix", ["module.", "deberta."])
     def test_suggestion_replaces_another_prefix_of_the_file(self, prefix: str) -> None:
@@ -370,7 +372,7 @@ class TestEncoderIntoClassifier:
             load_into(model, file_of({"model": state}), strict=False)
         assert f'rename={{"{prefix}": "bert."}}, strict=False' in caught.value.fix
         load_into(model, file_of({"model": state}), rename={prefix: "bert."}, strict=False)
-        assert_same(model.bert, saved)
+        assert_same_state(model.bert, saved)
 
     def test_suggestion_keeps_names_that_already_fit(self) -> None:
         saved, model = Classifier(), Classifier()
@@ -379,7 +381,7 @@ class TestEncoderIntoClassifier:
             load_into(model, file_of(state))
         assert caught.value.fix == 'rename={"": "bert.", "classifier.": "classifier."} loads 12 of 12 keys.'
         load_into(model, file_of(state), rename={"": "bert.", "classifier.": "classifier."})
-        assert_same(model, saved)
+        assert_same_state(model, saved)
 
     def test_no_suggestion_that_gives_two_keys_one_name(self) -> None:
         state = Encoder().state_dict()
@@ -447,7 +449,7 @@ class TestMismatchedSizes:
         with pytest.warns(KeysWarning, match=re.escape(note)):
             result = load_into(model, file_of(saved.state_dict()), ignore_mismatched_sizes=True)
         assert (result, result.notes) == (([], []), (note,))
-        assert_same(model.bert, saved.bert)
+        assert_same_state(model.bert, saved.bert)
         assert_untouched(model.classifier, before)
 
     def test_keys_and_dtypes_must_still_match(self) -> None:
@@ -458,20 +460,20 @@ class TestMismatchedSizes:
             load_into(Classifier(), file_of(Classifier(3).half().state_dict()), ignore_mismatched_sizes=True)
 
     def test_tied_weight_is_loaded_under_the_name_that_fits(self) -> None:
-        state = {**made().state_dict(), "head.weight": torch.ones(3, 4)}
-        model = made(1)
+        state = {**seeded_net().state_dict(), "head.weight": torch.ones(3, 4)}
+        model = seeded_net(1)
         with pytest.warns(KeysWarning, match="head.weight"):
             load_into(model, file_of(state), ignore_mismatched_sizes=True)
-        assert torch.equal(model.head.weight, made().embed.weight)
+        assert torch.equal(model.head.weight, seeded_net().embed.weight)
 
 
 class TestTargets:
     def test_parameters_keep_their_identity_and_memory(self) -> None:
-        model = made(1)
+        model = seeded_net(1)
         before = {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
-        load_into(model, file_of(made().state_dict()))
+        load_into(model, file_of(seeded_net().state_dict()))
         assert {name: (id(p), p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == before
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_autograd_detects_the_change(self) -> None:
         model = nn.Linear(2, 2)
@@ -497,8 +499,8 @@ class TestTargets:
         model.scale.requires_grad = False
         model.embed.weight.mark = "kept"
         with pytest.warns(LandingWarning, match="unsaved"):
-            assert load_into(model, file_of(made().state_dict())) == ([], [])
-        assert_same(model, made())
+            assert load_into(model, file_of(seeded_net().state_dict())) == ([], [])
+        assert_same_state(model, seeded_net())
         assert model.head.weight is model.embed.weight
         assert model.embed.weight.mark == "kept"
         assert (model.scale.requires_grad, model.turned.requires_grad) == (False, True)
@@ -523,17 +525,17 @@ class TestTargets:
         assert torch.equal(quiet.weight, state["fc.weight"])
 
     def test_tied_weight_saved_under_one_name(self) -> None:
-        model, state = made(1), made().state_dict()
+        model, state = seeded_net(1), seeded_net().state_dict()
         del state["head.weight"]
         assert load_into(model, file_of(state)) == ([], [])
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_weight_tied_only_in_the_model_takes_the_last_value_like_torch(self) -> None:
-        model, other, state = made(1), made(1), made().state_dict()
+        model, other, state = seeded_net(1), seeded_net(1), seeded_net().state_dict()
         state["embed.weight"], state["head.weight"] = torch.zeros(10, 4), torch.ones(10, 4)
         load_into(model, file_of(state))
         other.load_state_dict(state)
-        assert_same(model, other)
+        assert_same_state(model, other)
 
     def test_weights_tied_only_in_the_file_stay_separate(self) -> None:
         weight = torch.randn(2, 2)
@@ -553,8 +555,10 @@ class TestTargets:
 
 class TestDtypes:
     def test_dtypes_are_converted_only_with_cast(self) -> None:
-        model, before = made(1), cloned_state(made(1))
-        file = file_of({name: t.half() if t.is_floating_point() else t for name, t in made().state_dict().items()})
+        model, before = seeded_net(1), cloned_state(seeded_net(1))
+        file = file_of(
+            {name: t.half() if t.is_floating_point() else t for name, t in seeded_net().state_dict().items()}
+        )
         with pytest.raises(MismatchError) as caught:
             load_into(model, file)
         assert str(caught.value).splitlines()[1:] == [
@@ -563,7 +567,7 @@ class TestDtypes:
         ]
         assert_untouched(model, before)
         assert load_into(model, file, cast=True) == ([], [])
-        for name, tensor in made().state_dict().items():
+        for name, tensor in seeded_net().state_dict().items():
             assert torch.equal(model.state_dict()[name], tensor.half().to(tensor.dtype))
 
     def test_dtypes_of_meta_parameters_are_converted_only_with_cast(self) -> None:
@@ -629,12 +633,12 @@ class TestMismatches:
         ]
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
         load_into(model, file_of({"state_dict": state}), prefix="state_dict/backbone.")
-        assert_same(model, backbone)
+        assert_same_state(model, backbone)
 
     def test_shapes_are_shown_as_a_table(self) -> None:
-        state = made().state_dict()
+        state = seeded_net().state_dict()
         state["stem.0.weight"], state["steps"] = torch.ones(4, 1, 3, 3), torch.ones(2, dtype=torch.int64)
-        error = self.mismatch_error(made(1), state, strict=False)
+        error = self.mismatch_error(seeded_net(1), state, strict=False)
         assert str(error).splitlines()[1:] == [
             "of another shape, 2 keys:",
             "  key            file          model",
@@ -669,7 +673,7 @@ class TestMismatches:
         assert len(error.shapes) == 50
 
     def test_no_common_key_is_an_error_even_when_not_strict(self) -> None:
-        error = self.mismatch_error(made(), {"a": torch.ones(1), "b": torch.ones(2)}, strict=False)
+        error = self.mismatch_error(seeded_net(), {"a": torch.ones(1), "b": torch.ones(2)}, strict=False)
         assert str(error).startswith("<file object>: it does not fit Net: it has 0 of the model's 12 keys\n")
 
     def test_file_without_tensors_is_an_error(self) -> None:
@@ -689,27 +693,27 @@ class TestMismatches:
 
     def test_error_while_reading_says_that_the_model_may_be_partly_filled(self) -> None:
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})
-        records = forge.remade(forge.entries(method=8), "data/1", raw=b"\xff" * 20)
+        records = forge.with_changes(forge.entries(method=8), "data/1", raw=b"\xff" * 20)
         with pytest.raises(BrokenFileError, match="The model may be partly filled"):
             load_into(model, forge.archive(records))
 
     def test_file_that_is_not_a_checkpoint_is_an_error(self, tmp_path: Path) -> None:
         (tmp_path / "x.pt").write_text("<html>")
         with pytest.raises(NotACheckpointError):
-            load_into(made(), tmp_path / "x.pt")
+            load_into(seeded_net(), tmp_path / "x.pt")
 
 
 class TestNotStrict:
     @pytest.mark.parametrize("drop", ["stem.0.bias", "scale", "head.weight embed.weight", "steps"])
     def test_missing_and_unexpected_keys_equal_torch(self, drop: str) -> None:
-        state = made().state_dict()
+        state = seeded_net().state_dict()
         for name in drop.split():
             del state[name]
         state["new.weight"], state["other"] = torch.ones(1), torch.ones(2)
-        model, other = made(1), made(1)
+        model, other = seeded_net(1), seeded_net(1)
         result, expected = load_into(model, file_of(state), strict=False), other.load_state_dict(state, strict=False)
         assert (sorted(result.missing_keys), sorted(result.unexpected_keys)) == tuple(map(sorted, expected))
-        assert_same(model, other)
+        assert_same_state(model, other)
 
     def test_result_unpacks_as_a_pair(self) -> None:
         missing, unexpected = load_into(
@@ -719,20 +723,20 @@ class TestNotStrict:
         assert repr(Loaded(missing, unexpected)) == "<missing_keys=['bias'], unexpected_keys=['x']>"
 
     def test_batch_norm_of_an_old_file(self) -> None:
-        state = made().state_dict()
+        state = seeded_net().state_dict()
         del state["stem.1.num_batches_tracked"]
-        model, other = made(1), made(1)
+        model, other = seeded_net(1), seeded_net(1)
         with pytest.raises(
             MismatchError, match=r"num_batches_tracked"
         ):  # its version metadata says that the key must be there
             load_into(model, file_of(state))
         plain = dict(state)
         assert load_into(model, file_of(plain)) == other.load_state_dict(plain) == ([], [])
-        assert_same(model, other)
+        assert_same_state(model, other)
 
     def test_one_element_tensor_of_torch_0_3_fills_a_scalar(self) -> None:
-        state = {**made().state_dict(), "scale": torch.tensor([5.0])}
-        model = made(1)
+        state = {**seeded_net().state_dict(), "scale": torch.tensor([5.0])}
+        model = seeded_net(1)
         load_into(model, file_of(state))
         assert model.scale.item() == 5.0
 
@@ -777,7 +781,7 @@ class TestExtraState:
         file = file_of({"model": source.state_dict()})
         assert load_into(target, file) == ([], [])
         assert target[0].extra is None
-        same(target[1].extra, torch.load(io.BytesIO(file.getvalue()))["model"]["1._extra_state"])
+        assert_same(target[1].extra, torch.load(io.BytesIO(file.getvalue()))["model"]["1._extra_state"])
 
     def test_extra_state_below_a_prefix(self) -> None:
         source, target = Extra(), Extra()
@@ -825,19 +829,19 @@ class TestModulesWithCustomLoading:
             **{f"1.{n}": t for n, t in state.items()},
         }
         assert load_into(model, file_of(full_state)) == other.load_state_dict(full_state) == ([], [])
-        assert_same(model, other)
+        assert_same_state(model, other)
 
     def test_current_key_names(self) -> None:
         model, source = nn.Sequential(Renaming()), nn.Sequential(Renaming())
         assert load_into(model, file_of(source.state_dict())) == ([], [])
-        assert_same(model, source)
+        assert_same_state(model, source)
 
     def test_custom_loading_on_the_meta_device(self) -> None:
         source = nn.Sequential(Renaming())
         with torch.device("meta"):
             model = nn.Sequential(Renaming())
         assert load_into(model, file_of(source.state_dict())) == ([], [])
-        assert_same(model, source)
+        assert_same_state(model, source)
 
     def test_errors_of_custom_loading_are_reported(self) -> None:
         model = nn.Sequential(Renaming())
@@ -858,7 +862,7 @@ class TestModulesWithCustomLoading:
         model, source = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
         model[0]._register_load_state_dict_pre_hook(rename, with_module=True)
         load_into(model, file_of({f"0.old_{name}": tensor for name, tensor in source.state_dict().items()}))
-        assert_same(model[0], source)
+        assert_same_state(model[0], source)
 
     def test_weight_norm_with_key_names_of_older_releases(self) -> None:
         model, source = (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))) for _ in range(2))
@@ -866,7 +870,7 @@ class TestModulesWithCustomLoading:
         state["0.weight_g"] = state.pop("0.parametrizations.weight.original0")
         state["0.weight_v"] = state.pop("0.parametrizations.weight.original1")
         assert load_into(model, file_of(state)) == ([], [])
-        assert_same(model, source)
+        assert_same_state(model, source)
 
     def test_weight_tied_to_a_module_with_custom_loading(self) -> None:
         def net() -> nn.Module:
@@ -878,7 +882,7 @@ class TestModulesWithCustomLoading:
         with torch.device("meta"):
             model = net()
         assert load_into(model, file_of(source.state_dict())) == ([], [])
-        assert_same(model, source)
+        assert_same_state(model, source)
         assert model["head"].weight is model["body"].proj.weight
 
     @pytest.mark.filterwarnings("ignore")
@@ -901,7 +905,7 @@ class TestModulesWithCustomLoading:
             model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
         source = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
         load_into(model, file_of(source.state_dict()))
-        assert_same(model, source)
+        assert_same_state(model, source)
 
     def test_load_state_dict_post_hook_may_clear_missing_keys(self) -> None:
         seen: list[Any] = []
@@ -920,19 +924,19 @@ class TestModulesWithCustomLoading:
 class TestFormats:
     @pytest.mark.parametrize("legacy", [False, True])
     def test_zip_and_legacy(self, legacy: bool) -> None:
-        model = made(1)
-        load_into(model, file_of(made().state_dict(), _use_new_zipfile_serialization=not legacy))
-        assert_same(model, made())
+        model = seeded_net(1)
+        load_into(model, file_of(seeded_net().state_dict(), _use_new_zipfile_serialization=not legacy))
+        assert_same_state(model, seeded_net())
 
     def test_safetensors(self, tmp_path: Path) -> None:
         save_model = pytest.importorskip("safetensors.torch").save_model
-        save_model(made(), str(tmp_path / "x.safetensors"))  # without the second name of the tied weight
-        model = made(1)
+        save_model(seeded_net(), str(tmp_path / "x.safetensors"))  # without the second name of the tied weight
+        model = seeded_net(1)
         load_into(model, tmp_path / "x.safetensors")
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_sharded_checkpoint(self, tmp_path: Path) -> None:
-        state = made().state_dict()
+        state = seeded_net().state_dict()
         names = list(state)
         for number in (1, 2):
             shard = {name: state[name] for name in names[number - 1 :: 2]}
@@ -940,27 +944,27 @@ class TestFormats:
         weights = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)}
         index = {"metadata": {"total_size": 1}, "weight_map": weights}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-        model = made(1)
+        model = seeded_net(1)
         load_into(model, tmp_path)
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_distributed_checkpoint(self, tmp_path: Path) -> None:
         if not hasattr(dcp := pytest.importorskip("torch.distributed.checkpoint"), "save"):
             pytest.skip("this torch has no dcp.save")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save({"model": made().state_dict(), "step": 1}, checkpoint_id=tmp_path / "x")
-        model = made(1)
+            dcp.save({"model": seeded_net().state_dict(), "step": 1}, checkpoint_id=tmp_path / "x")
+        model = seeded_net(1)
         with pytest.warns(KeysWarning, match=r"removed 'model\.' from 12 keys"):
             load_into(model, tmp_path / "x")
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     def test_extracted_archive(self, tmp_path: Path) -> None:
-        torch.save(made().state_dict(), tmp_path / "x.zip")
+        torch.save(seeded_net().state_dict(), tmp_path / "x.zip")
         shutil.unpack_archive(tmp_path / "x.zip", tmp_path / "out", "zip")
-        model = made(1)
+        model = seeded_net(1)
         load_into(model, tmp_path / "out")
-        assert_same(model, made())
+        assert_same_state(model, seeded_net())
 
     @pytest.mark.parametrize("name", ["torchscript_cuda0.pt", "export_cuda0.pt2"])
     def test_torchscript_and_exported_program(self, data: Path, name: str) -> None:
@@ -978,7 +982,7 @@ class TestFormats:
             archive.writestr("serialized_state_dict.pt", file_of(dict(expected.state_dict())).getvalue())
             archive.writestr("serialized_constants.pt", file_of({"k": torch.ones(2)}).getvalue())
         assert not load_into(model, program).unexpected_keys
-        assert_same(model, expected)
+        assert_same_state(model, expected)
 
     def test_bytes(self) -> None:
         model = nn.ParameterDict({"w0": torch.zeros(4), "w1": torch.zeros(4)})

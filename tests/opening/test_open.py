@@ -24,9 +24,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 from tests import forge
-from tests.each import for_each, grouped
-from tests.loading.equal import same
-from tests.loading.zoo import ZOO, allowed, saved
+from tests.each import for_each, parametrize_groups
+from tests.loading.equal import assert_same
+from tests.loading.zoo import ZOO, registered_as_safe, saved
 
 from transload.errors import (
     BrokenFileError,
@@ -98,7 +98,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor) -> None:
         assert not actual.requires_grad
         assert raw(actual) == raw(expected)
     else:
-        same(actual, expected.detach() if expected.requires_grad else expected)
+        assert_same(actual, expected.detach() if expected.requires_grad else expected)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -126,7 +126,7 @@ def test_tensors_of_every_release_are_equal_to_the_byte(folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning", "ignore:BComplex32 support:UserWarning")
-@grouped("names", [name for name, specimen in ZOO.items() if specimen.safe], 20)
+@parametrize_groups("names", [name for name, specimen in ZOO.items() if specimen.safe], 20)
 def test_tensors_of_the_zoo_equal_torch_load(names: list[str]) -> None:
     for_each(itertools.product(names, ["zip", "legacy"]), lambda case: check_specimen(*case))
 
@@ -138,7 +138,7 @@ def check_specimen(name: str, form: str) -> None:
         loaded = torch.load(io.BytesIO(data), weights_only=False)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError):
         pytest.skip("torch itself cannot write or read it in this form")
-    with allowed(specimen), open_(data) as handle:
+    with registered_as_safe(specimen), open_(data) as handle:
         names: Any = handle
         expected = dict(tensors_in(loaded))
         assert not expected or len(handle)
@@ -383,7 +383,7 @@ class TestFormats:
             assert torch.equal(handle.slice("a")[299_990:], state["a"][299_990:])
 
     def test_damaged_deflated_record_is_an_error(self) -> None:
-        records = forge.remade(forge.entries(), "data/1", method=8, raw=b"\xff" * 20)
+        records = forge.with_changes(forge.entries(), "data/1", method=8, raw=b"\xff" * 20)
         with open_(forge.archive(records)) as handle:
             name, other = list(handle)
             assert handle[name].numel() == 4

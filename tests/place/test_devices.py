@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install, no_torch_run, nvml_gpu, refused
+from tests.diagnose.machines import (
+    cuda_gpu,
+    cuinit_fails,
+    healthy,
+    install,
+    no_torch_run,
+    nvml_gpu,
+    with_facts,
+    without_gpu,
+)
 
 from transload.checking import devices_of
 from transload.devices import Device, Devices, local_rank
@@ -18,7 +27,7 @@ def devices(machine: Machine, **environ: str) -> Devices:
 
 
 def test_healthy_machine_lists_its_gpu_with_free_memory() -> None:
-    machine = changed(healthy(), platform__memory=64, platform__memory_free=32)
+    machine = with_facts(healthy(), platform__memory=64, platform__memory_free=32)
     result = devices(machine, LOCAL_RANK="0")
     assert result.available == (
         Device("cpu", 32, 64),
@@ -30,31 +39,31 @@ def test_healthy_machine_lists_its_gpu_with_free_memory() -> None:
 def test_free_memory_is_matched_by_gpu_id_and_not_by_index() -> None:
     cards = (cuda_gpu(0), cuda_gpu(1))
     seen = (replace(nvml_gpu(1), free=11), replace(nvml_gpu(0), free=10), replace(nvml_gpu(7), free=17))
-    machine = changed(healthy(), driver__cuda__gpus=cards, driver__cuda__count=2, driver__nvml__gpus=seen)
+    machine = with_facts(healthy(), driver__cuda__gpus=cards, driver__cuda__count=2, driver__nvml__gpus=seen)
     assert [device.free for device in devices(machine).available[1:]] == [10, 11]
 
 
 def test_machine_without_a_gpu_lists_the_cpu_and_the_reason() -> None:
-    result = devices(bare())
+    result = devices(without_gpu())
     assert [device.name for device in result.available] == ["cpu"]
     assert (result.current, result.absent) == ("", "no GPU works here")
 
 
 def test_broken_gpu_is_not_listed_and_its_cause_is_named() -> None:
-    result = devices(refused(healthy(), 999))
+    result = devices(cuinit_fails(healthy(), 999))
     assert [device.name for device in result.available] == ["cpu"]
     assert result.absent.endswith("]")
 
 
 def test_gpu_is_not_listed_for_a_torch_without_cuda() -> None:
-    machine = changed(healthy(), torch=Torch(installs=(install("2.13.0+cpu", ""),)))
+    machine = with_facts(healthy(), torch=Torch(installs=(install("2.13.0+cpu", ""),)))
     result = devices(machine)
     assert [device.name for device in result.available] == ["cpu"]
     assert "CUDA" in result.absent or "CPU" in result.absent
 
 
 def test_gpus_of_the_driver_are_listed_without_torch() -> None:
-    result = devices(changed(healthy(), torch=Torch(installs=())))
+    result = devices(with_facts(healthy(), torch=Torch(installs=())))
     assert [device.name for device in result.available] == ["cpu", "cuda:0"]
 
 
@@ -77,7 +86,7 @@ def test_accelerators_are_listed_only_if_torch_is_built_for_them(
         Accelerator(kind, "dead"),
     )
     torch = Torch(installs=(replace(install("2.13.0", ""), **build),))  # type: ignore[arg-type]
-    result = devices(changed(bare(), accelerators=accelerators, torch=torch))
+    result = devices(with_facts(without_gpu(), accelerators=accelerators, torch=torch))
     assert [device.name for device in result.available] == names
     assert bool(result.absent) == (names == ["cpu"])
 

@@ -14,11 +14,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests.diagnose.machines import (
     VERSION,
-    bare,
-    card,
-    changed,
+    cuda_fails,
     cuda_gpu,
-    dead,
+    cuinit_fails,
     healthy,
     in_container,
     in_slurm,
@@ -26,7 +24,9 @@ from tests.diagnose.machines import (
     install,
     no_torch_run,
     nvml_gpu,
-    refused,
+    pci_gpu,
+    with_facts,
+    without_gpu,
 )
 from tests.each import each
 
@@ -75,8 +75,8 @@ CACHE = Finding("E11", "warning", "the cache cannot be written", ("~/.nv",), ("$
 NOTE = Finding("H01", "note", "worth knowing", ("a fact",))
 
 STUB_LIBRARY = Library("libcuda.so.1", "/c/stubs/libcuda.so.1", "/c/stubs/libcuda.so", "LD_LIBRARY_PATH", kind="stub")
-STUBBED = changed(
-    refused(healthy(), 34), driver__libraries__cuda=(STUB_LIBRARY,), driver__cuda__library="/c/stubs/libcuda.so"
+STUBBED = with_facts(
+    cuinit_fails(healthy(), 34), driver__libraries__cuda=(STUB_LIBRARY,), driver__cuda__library="/c/stubs/libcuda.so"
 )
 
 
@@ -129,34 +129,46 @@ def test_report_on_a_healthy_machine_is_short() -> None:
 @each(
     ("machine", "findings", "status", "expected"),
     [
-        (bare(), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
-        (no_torch_run(bare()), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu is installed. Nothing to"),
+        (without_gpu(), (), "no-gpu", "No GPU in this machine; torch 2.13.0+cpu works on the CPU. Nothing to repair."),
+        (
+            no_torch_run(without_gpu()),
+            (),
+            "no-gpu",
+            "No GPU in this machine; torch 2.13.0+cpu is installed. Nothing to",
+        ),
         (Machine(), (), "no-gpu", "No GPU was found. Nothing to repair."),
         (no_torch_run(healthy()), (), "ok", "The CUDA driver works, on NVIDIA H200 (9.0), 140 GiB; torch was not run"),
         (healthy(), (CACHE,), "", "CUDA works, but there is a problem: the cache cannot be written  [E11]"),
-        (bare(), (CACHE,), "", "torch works, but there is a problem: the cache cannot be written"),
-        (dead(healthy()), (BUILD,), "", "torch cannot use the GPU: torch was built without CUDA  [T01]"),
-        (changed(healthy(), torch=Torch(()), torch_run=TorchRun()), (BUILD,), "", "torch does not work: "),
-        (refused(healthy(), 999), (replace(NODES, title="probably: a node"),), "", "CUDA does not work, probably: a"),
+        (without_gpu(), (CACHE,), "", "torch works, but there is a problem: the cache cannot be written"),
+        (cuda_fails(healthy()), (BUILD,), "", "torch cannot use the GPU: torch was built without CUDA  [T01]"),
+        (with_facts(healthy(), torch=Torch(()), torch_run=TorchRun()), (BUILD,), "", "torch does not work: "),
         (
-            changed(healthy(), torch_run=TorchRun(ChildAnswer("hung", "import"))),
+            cuinit_fails(healthy(), 999),
+            (replace(NODES, title="probably: a node"),),
+            "",
+            "CUDA does not work, probably: a",
+        ),
+        (
+            with_facts(healthy(), torch_run=TorchRun(ChildAnswer("hung", "import"))),
             (BUILD,),
             "",
             "torch does not work: torch was built without CUDA",
         ),
         (
-            changed(bare(), accelerators=(Accelerator("mps", "Apple M2", usable=True),), torch_run__backends=("mps",)),
+            with_facts(
+                without_gpu(), accelerators=(Accelerator("mps", "Apple M2", usable=True),), torch_run__backends=("mps",)
+            ),
             (),
             "ok",
             "torch 2.13.0+cpu works with mps, on Apple M2",
         ),
         (
-            changed(bare(), accelerators=(Accelerator("rocm", "Radeon", usable=True),)),
+            with_facts(without_gpu(), accelerators=(Accelerator("rocm", "Radeon", usable=True),)),
             (),
             "ok",
             "No NVIDIA GPU, but Radeon; no problem found with torch 2.13.0+cpu",
         ),
-        (refused(healthy(), 999), (), "ok", "No cause was found"),
+        (cuinit_fails(healthy(), 999), (), "ok", "No cause was found"),
     ],
 )
 def test_first_line_is_the_verdict(
@@ -208,33 +220,33 @@ def test_chain_marks_the_cause_and_its_consequences() -> None:
 
 def test_chain_has_every_layer_in_order() -> None:
     assert sorted(doctor_chain.ORDER) == sorted(LAYERS)
-    machine = changed(in_container(healthy()), extensions=(ExtensionPackage("flash-attn", "2.8.3"),))
+    machine = with_facts(in_container(healthy()), extensions=(ExtensionPackage("flash-attn", "2.8.3"),))
     assert list(doctor_chain.chain(machine)) == list(doctor_chain.ORDER)
 
 
 def test_chain_omits_layers_the_machine_does_not_have() -> None:
-    assert doctor_chain.chain(bare()).keys() == {"hardware", "variables", "python", "build", "run"}
+    assert doctor_chain.chain(without_gpu()).keys() == {"hardware", "variables", "python", "build", "run"}
 
 
 def test_chain_shows_a_layer_known_only_from_a_finding() -> None:
     finding = Finding("K01", "error", "the driver is not installed")
-    assert "[K01]" in chain_line(rendered(diagnosed(bare(), finding)), "kernel driver")
+    assert "[K01]" in chain_line(rendered(diagnosed(without_gpu(), finding)), "kernel driver")
 
 
 def test_cuda_build_without_gpu_is_not_a_fault() -> None:
     """Nothing in the chain is marked as broken or unknown, unless torch fails on the CPU too."""
     error = "RuntimeError: Found no NVIDIA driver on your system"
     steps = (Step("import", ok=True), Step("init", ok=False, error=error), Step("cpu", ok=True))
-    machine = changed(bare(), torch=healthy().torch, torch_run__steps=steps, torch_run__cuda="13.0")
+    machine = with_facts(without_gpu(), torch=healthy().torch, torch_run__steps=steps, torch_run__cuda="13.0")
     text = rendered(judge_machine(machine))
     assert "works on the CPU" in chain_line(text, "running torch")
     assert not re.search("[✗?!]|Found no NVIDIA", text)
-    broken = changed(machine, torch_run__steps=(*steps[:2], Step("cpu", ok=False, error="OSError: no")))
+    broken = with_facts(machine, torch_run__steps=(*steps[:2], Step("cpu", ok=False, error="OSError: no")))
     assert "✗" in chain_line(rendered(judge_machine(broken)), "running torch")
 
 
 def test_chain_has_no_cross_when_the_status_is_ok() -> None:
-    assert "✗" not in rendered(diagnosed(refused(healthy(), 100), status="ok"))
+    assert "✗" not in rendered(diagnosed(cuinit_fails(healthy(), 100), status="ok"))
 
 
 def test_warning_marks_its_layer() -> None:
@@ -247,9 +259,14 @@ UNREADABLE = Unknown("/sys does not exist")
 @each(
     ("changes", "layer", "state", "expected"),
     [
-        ({"hardware": Hardware(pci=UNREADABLE), "driver": bare().driver}, "hardware", "unknown", "/sys does not exist"),
         (
-            {"hardware": Hardware(pci=(card(0x2335),)), "kernel": Kernel(), "driver": bare().driver},
+            {"hardware": Hardware(pci=UNREADABLE), "driver": without_gpu().driver},
+            "hardware",
+            "unknown",
+            "/sys does not exist",
+        ),
+        (
+            {"hardware": Hardware(pci=(pci_gpu(0x2335),)), "kernel": Kernel(), "driver": without_gpu().driver},
             "hardware",
             "ok",
             "GH100",
@@ -257,16 +274,16 @@ UNREADABLE = Unknown("/sys does not exist")
         ({"driver__nvml__gpus": (nvml_gpu(0), nvml_gpu(1))}, "hardware", "ok", "2 × NVIDIA H200 (9.0), 140 GiB"),
         ({"driver__nvml__gpus": (), "kernel__gpus": ()}, "hardware", "ok", "NVIDIA H200 (9.0), 140 GiB"),
         (
-            {"kernel": Kernel(loaded=False, modules=("nouveau",)), "driver": bare().driver},
+            {"kernel": Kernel(loaded=False, modules=("nouveau",)), "driver": without_gpu().driver},
             "kernel",
             "broken",
             "nouveau is",
         ),
-        ({"kernel": Kernel(), "driver": bare().driver}, "kernel", "unknown", "not asked"),
+        ({"kernel": Kernel(), "driver": without_gpu().driver}, "kernel", "unknown", "not asked"),
         ({"kernel": Kernel()}, "kernel", "ok", "not visible from here"),
-        ({"nodes": bare().nodes, "driver": bare().driver}, "nodes", "broken", "/dev/nvidiactl: ENOENT"),
-        ({"driver": bare().driver}, "libraries", "broken", "libcuda.so.1 is not found"),
-        ({"driver": bare().driver}, "driver", "idle", "no library found"),
+        ({"nodes": without_gpu().nodes, "driver": without_gpu().driver}, "nodes", "broken", "/dev/nvidiactl: ENOENT"),
+        ({"driver": without_gpu().driver}, "libraries", "broken", "libcuda.so.1 is not found"),
+        ({"driver": without_gpu().driver}, "driver", "idle", "no library found"),
         (
             {"driver__cuda__answer": ChildAnswer("hung", "in cuInit")},
             "driver",
@@ -308,7 +325,7 @@ UNREADABLE = Unknown("/sys does not exist")
 def test_chain_shows_state_and_facts_of_each_layer(
     changes: dict[str, Any], layer: str, state: str, expected: str
 ) -> None:
-    actual, text = doctor_chain.chain(changed(healthy(), **changes))[layer]
+    actual, text = doctor_chain.chain(with_facts(healthy(), **changes))[layer]
     assert actual == state
     assert expected in text
 
@@ -322,7 +339,7 @@ def test_chain_names_slurm_wsl_and_containers(machine: Machine, expected: str) -
 
 
 def test_unknown_facts_are_listed_at_the_end() -> None:
-    machine = changed(refused(healthy(), 999), problems={"extensions": "ValueError: oh"})
+    machine = with_facts(cuinit_fails(healthy(), 999), problems={"extensions": "ValueError: oh"})
     uncertain = diagnosed(machine, replace(STUB, title="probably: something"))
     end = rendered(uncertain).splitlines()[-4:]
     assert end[1].startswith("Unknown  extensions: ValueError: oh; the kernel log: /dev/kmsg: operation not")
@@ -345,7 +362,7 @@ def test_prose_is_wrapped_and_commands_are_not(width: int) -> None:
 
 
 def test_output_to_a_pipe_is_not_cut() -> None:
-    machine = changed(healthy(), python__prefix="/" + "x" * 90)
+    machine = with_facts(healthy(), python__prefix="/" + "x" * 90)
     assert "/" + "x" * 90 in rendered(diagnosed(machine), 40)
 
 
@@ -353,7 +370,7 @@ HOSTILE = "\x1b[2J\x1b]0;title\x07\u202eevil\n"
 
 
 def test_control_characters_in_facts_and_findings_are_escaped() -> None:
-    machine = _poisoned(in_container(changed(healthy(), problems={"x": "y"}, extensions=(ExtensionPackage("a"),))))
+    machine = _poisoned(in_container(with_facts(healthy(), problems={"x": "y"}, extensions=(ExtensionPackage("a"),))))
     finding = Finding("U04", "error", HOSTILE, (HOSTILE,), (f"$ {HOSTILE}", HOSTILE))
     diagnosis = diagnosed(machine, finding, muted=(Muted(replace(NODES, title=HOSTILE), "U04"),))
     for blocks in (report(diagnosis), facts(machine)):
@@ -485,7 +502,9 @@ def test_page_is_rendered_without_breaking_commands() -> None:
 
 
 def test_equal_cards_are_counted_from_cuda_if_nvml_and_kernel_list_none() -> None:
-    machine = changed(healthy(), driver__nvml__gpus=(), kernel__gpus=(), driver__cuda__gpus=(cuda_gpu(), cuda_gpu(1)))
+    machine = with_facts(
+        healthy(), driver__nvml__gpus=(), kernel__gpus=(), driver__cuda__gpus=(cuda_gpu(), cuda_gpu(1))
+    )
     assert doctor_chain.cards(machine) == "2 × NVIDIA H200 (9.0), 140 GiB"
 
 

@@ -14,8 +14,8 @@ import torch
 from tests.each import each, for_each
 from tests.forge import pickled, text
 from tests.formats.test_plain_pickles import as_bytes, plain, stream
-from tests.loading.equal import same
-from tests.loading.zoo import tagged
+from tests.loading.equal import assert_same
+from tests.loading.zoo import save_with_tag
 
 import transload
 from transload.errors import RetagError
@@ -30,7 +30,7 @@ def checkpoint() -> dict[str, Any]:
 
 
 def dump(obj: object, path: Path, protocol: int, tag: str = "cuda:0") -> Path:
-    with tagged(tag), warnings.catch_warnings():
+    with save_with_tag(tag), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         path.write_bytes(pickle.dumps(obj, protocol))
     return path
@@ -50,7 +50,7 @@ def test_plain_pickle_is_patched_in_place_and_undone(protocol: int, tmp_path: Pa
     assert [(tag.old, tag.new, tag.storages) for tag in result.tags] == [("cuda:0", "cpu", 4)]
     assert tags(path) == {"cpu"}
     with path.open("rb") as file:
-        same(pickle.load(file), pickle.loads(pickle.dumps(obj)))
+        assert_same(pickle.load(file), pickle.loads(pickle.dumps(obj)))
     assert undo(path).done
     assert path.read_bytes() == before
 
@@ -70,7 +70,7 @@ def test_longer_tag_in_a_plain_pickle_needs_a_copy(tmp_path: Path) -> None:
         assert retag(copy, "cpu", out=f"{copy}.2").changed
         copy = Path(f"{copy}.2")
         with copy.open("rb") as file:
-            same(pickle.load(file), pickle.loads(before))
+            assert_same(pickle.load(file), pickle.loads(before))
 
     for_each(PROTOCOLS, check)
 
@@ -86,7 +86,7 @@ def test_arrays_in_a_joblib_file_are_unchanged(tmp_path: Path) -> None:
     joblib = pytest.importorskip("joblib")
     obj = {"w": torch.ones(3), "a": np.arange(5.0), "v": torch.zeros(2)}
     path = tmp_path / "a.joblib"
-    with tagged("cuda:0"):
+    with save_with_tag("cuda:0"):
         joblib.dump(obj, path)
     assert retag(path, "cpu").method == "patch"
     assert joblib.load(path)["a"].tolist() == obj["a"].tolist()
@@ -94,7 +94,7 @@ def test_arrays_in_a_joblib_file_are_unchanged(tmp_path: Path) -> None:
     assert tags(tmp_path / "copy") == {"privateuseone:10"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        same(joblib.load(path), transload.load(tmp_path / "copy"))
+        assert_same(joblib.load(path), transload.load(tmp_path / "copy"))
     packed = io.BytesIO()
     joblib.dump(obj, packed, compress=3)
     path.write_bytes(packed.getvalue())

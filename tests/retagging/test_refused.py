@@ -459,7 +459,7 @@ def test_longer_tag_in_a_legacy_file_needs_a_copy(tmp_path: Path) -> None:
 def test_persistent_id_from_the_memo_is_refused(tmp_path: Path) -> None:
     """Loaders accept a tuple fetched from the memo, but its tag cannot be located."""
     pid = forge.tuple_of("storage", forge.name("torch", "FloatStorage"), "0", "cuda:0", 4)
-    body = pid + b"q\x050" + forge.listing(b"h\x05Q", b"h\x05Q")
+    body = pid + b"q\x050" + forge.list_of(b"h\x05Q", b"h\x05Q")
     path = tmp_path / "model.pt"
     path.write_bytes(forge.checkpoint(forge.pickled(body), {"0": forge.FLOATS}))
     assert isinstance(refused(path), RetagError)

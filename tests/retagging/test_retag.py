@@ -320,7 +320,7 @@ def test_hostile_file_is_retagged_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     storage = forge.storage_id("0", 4, "FloatStorage", "cuda:0")
     dangerous = forge.call(forge.name("os", "getcwd"))
-    body = forge.pickled(forge.listing(dangerous, forge.tensor(storage=storage)))
+    body = forge.pickled(forge.list_of(dangerous, forge.tensor(storage=storage)))
     path.write_bytes(forge.checkpoint(body, {"0": forge.FLOATS}))
     result = retag(path, "cpu")
     assert "can do harm" in result.warnings[0]

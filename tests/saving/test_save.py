@@ -22,8 +22,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.loading.equal import same
-from tests.loading.zoo import tagged
+from tests.loading.equal import assert_same
+from tests.loading.zoo import save_with_tag
 from torch import nn
 
 from transload.errors import CannotPickleError, CannotWriteError, SaveError, SaveWarning, UsageError
@@ -66,7 +66,7 @@ def tags(data: bytes) -> set[str]:
 @pytest.mark.parametrize("tag", ["cuda:1", "mps", "npu:3"])
 def test_storages_on_any_device_are_tagged_cpu(tag: str) -> None:
     value = {"w": nn.Parameter(torch.rand(3)), "s": torch.rand(2).untyped_storage()}
-    with tagged(tag):
+    with save_with_tag(tag):
         assert tags(saved(value)) == {"cpu"}
         assert tags(saved(value, device="keep")) == {tag}
 
@@ -92,7 +92,7 @@ def test_tensor_of_a_device_without_storages_is_saved_as_a_plain_one(grad: bool)
     for function, content in contents.items():
         tensor_class = rebuilt_by(function, content, torch.float32, "xla:0", grad)
         data = saved({"w": torch.rand(1).as_subclass(tensor_class)})
-        same(through_torch({"w": numbers.clone().requires_grad_(grad)}), loaded(data, weights_only=True))
+        assert_same(through_torch({"w": numbers.clone().requires_grad_(grad)}), loaded(data, weights_only=True))
         assert b"xla" not in records(data)["archive/data.pkl"]
         assert (
             b"xla:0"
@@ -159,7 +159,7 @@ def test_path_may_be_a_path_a_str_or_bytes(tmp_path: Path) -> None:
     for number, path in enumerate(paths):
         save(value, path)
         assert len(list(tmp_path.iterdir())) == number + 1
-        same(through_torch(value), torch.load(os.fsdecode(path)))
+        assert_same(through_torch(value), torch.load(os.fsdecode(path)))
 
 
 def test_file_objects_and_buffers(tmp_path: Path) -> None:
@@ -173,10 +173,10 @@ def test_file_objects_and_buffers(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "a.gz", "wb") as gzip_file:
         save(value, gzip_file)
     for path in (tmp_path / "a.pt", tmp_path / "raw.pt"):
-        same(through_torch(value), torch.load(path))
+        assert_same(through_torch(value), torch.load(path))
     with gzip.open(tmp_path / "a.gz", "rb") as gzip_file:
-        same(through_torch(value), torch.load(io.BytesIO(gzip_file.read())))
-    same(through_torch(value), loaded(saved(value)))
+        assert_same(through_torch(value), torch.load(io.BytesIO(gzip_file.read())))
+    assert_same(through_torch(value), loaded(saved(value)))
 
 
 class ShortWrites:
@@ -195,7 +195,7 @@ def test_short_writes_of_a_file_object_are_continued() -> None:
     value = {"w": torch.rand(30_000)}
     file = ShortWrites()
     save(value, file)
-    same(through_torch(value), loaded(bytes(file.content)))
+    assert_same(through_torch(value), loaded(bytes(file.content)))
 
 
 class FixedAnswer:
@@ -292,8 +292,8 @@ def test_mapped_file_can_be_overwritten(tmp_path: Path) -> None:
     save(value, path)
     mapped = torch.load(str(path), mmap=True)
     save({"w": mapped["w"], "more": torch.rand(3)}, path)
-    same(value["w"], torch.load(path)["w"].clone())
-    same(value["w"], mapped["w"].clone())
+    assert_same(value["w"], torch.load(path)["w"].clone())
+    assert_same(value["w"], mapped["w"].clone())
 
 
 def test_non_atomic_save_keeps_hard_links(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_storages_have_the_offsets_that_torch_calculates() -> None:
     value = [torch.rand(number * 10_007) for number in range(6)]
     config.load.calculate_storage_offsets = True
     try:
-        same(through_torch(value), loaded(saved(value)))
+        assert_same(through_torch(value), loaded(saved(value)))
     finally:
         config.load.calculate_storage_offsets = False
 
@@ -383,7 +383,7 @@ def test_storage_alignment_setting_of_torch_is_honoured(alignment: int, setting:
     for storage in read(data).storages:
         assert storage.offset is not None
         assert storage.offset % alignment == 0
-    same(through_torch(value), loaded(data))
+    assert_same(through_torch(value), loaded(data))
 
 
 @pytest.mark.parametrize("alignment", [0, -64, 65537, "64"])
@@ -452,7 +452,7 @@ def test_compact_keeps_expanded_tensors() -> None:
     wide = torch.rand(3, 1).expand(3, 100_000)
     data = saved(wide, compact=True)
     assert len(data) < 3000
-    same(through_torch(wide), loaded(data))
+    assert_same(through_torch(wide), loaded(data))
 
 
 def test_compact_of_parameters_empty_views_and_storages() -> None:

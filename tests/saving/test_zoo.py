@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.each import for_each, grouped
-from tests.loading.equal import same
-from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, QUIET, ZOO, allowed
+from tests.each import for_each, parametrize_groups
+from tests.loading.equal import assert_same
+from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, IGNORED_WARNINGS, ZOO, registered_as_safe
 
 from transload.loading import load
 from transload.saving import save
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 
 ZIPS = [form for form in FORMS if form.startswith("zip")]
 
@@ -58,7 +58,7 @@ VARYING = {".transload/origin.json", ".data/serialization_id", ".format_version"
 """Records that some releases of torch do not write, or whose content is not determined."""
 
 
-@grouped("names", ZOO)
+@parametrize_groups("names", ZOO)
 def test_records_equal_those_of_torch_to_the_byte(names: list[str]) -> None:
     def check(case: tuple[str, int]) -> None:
         actual, expected = records(saved_by_transload(*case)), records(saved_by_torch(*case))
@@ -72,19 +72,19 @@ def test_records_equal_those_of_torch_to_the_byte(names: list[str]) -> None:
     for_each(itertools.product(names, [2, 3, 4, 5]), check)
 
 
-@grouped("names", ZOO, 20)
+@parametrize_groups("names", ZOO, 20)
 def test_loaded_objects_equal_those_saved_by_torch(names: list[str]) -> None:
     def check(name: str) -> None:
         our_file, torch_file = saved_by_transload(name), saved_by_torch(name)
-        same(
+        assert_same(
             torch.load(io.BytesIO(torch_file), weights_only=False), torch.load(io.BytesIO(our_file), weights_only=False)
         )
-        same(torch.load(io.BytesIO(torch_file), weights_only=False), load(our_file, weights_only=False))
+        assert_same(torch.load(io.BytesIO(torch_file), weights_only=False), load(our_file, weights_only=False))
 
     for_each(names, check)
 
 
-@grouped("names", [name for name in ZOO if name not in BUILT_FROM_BYTES], 20)
+@parametrize_groups("names", [name for name in ZOO if name not in BUILT_FROM_BYTES], 20)
 def test_legacy_files_load_like_those_of_torch(names: list[str]) -> None:
     def check(name: str) -> None:
         torch_file = saved(torch.save, specimen(name), _use_new_zipfile_serialization=False)
@@ -95,29 +95,29 @@ def test_legacy_files_load_like_those_of_torch(names: list[str]) -> None:
             with pytest.raises(AttributeError):
                 torch.load(io.BytesIO(our_file), weights_only=False)
         else:
-            same(expected, torch.load(io.BytesIO(our_file), weights_only=False))
-            same(torch.load(io.BytesIO(torch_file), weights_only=False), load(our_file, weights_only=False))
+            assert_same(expected, torch.load(io.BytesIO(our_file), weights_only=False))
+            assert_same(torch.load(io.BytesIO(torch_file), weights_only=False), load(our_file, weights_only=False))
 
     for_each(names, check)
 
 
-@grouped("names", [name for name in ZOO if ZOO[name].safe], 20)
+@parametrize_groups("names", [name for name in ZOO if ZOO[name].safe], 20)
 def test_safe_objects_load_with_weights_only(names: list[str]) -> None:
     for_each(names, check_weights_only)
 
 
 def check_weights_only(name: str) -> None:
-    with allowed(ZOO[name]):
+    with registered_as_safe(ZOO[name]):
         try:
             expected = torch.load(io.BytesIO(saved_by_torch(name)), weights_only=True)
         except Exception as error:  # noqa: BLE001 - our file must raise the same error
             with pytest.raises(type(error)):
                 torch.load(io.BytesIO(saved_by_transload(name)), weights_only=True)
         else:
-            same(expected, torch.load(io.BytesIO(saved_by_transload(name)), weights_only=True))
+            assert_same(expected, torch.load(io.BytesIO(saved_by_transload(name)), weights_only=True))
 
 
-@grouped("names", ZOO, 20)
+@parametrize_groups("names", ZOO, 20)
 def test_mapped_files_load_like_those_of_torch(names: list[str], tmp_path: Path) -> None:
     for_each(names, lambda name: check_mapped(name, tmp_path / f"{names.index(name)}"))
 
@@ -133,7 +133,7 @@ def check_mapped(name: str, folder: Path) -> None:
         with pytest.raises(type(error)):
             torch.load(str(our_file), mmap=True, weights_only=False)
     else:
-        same(expected, torch.load(str(our_file), mmap=True, weights_only=False))
+        assert_same(expected, torch.load(str(our_file), mmap=True, weights_only=False))
 
 
 def tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:
@@ -147,7 +147,7 @@ def tensors_in(value: Any, seen: set[int]) -> list[torch.Tensor]:
     return [tensor for child in children for tensor in tensors_in(child, seen)]
 
 
-@grouped("names", [name for name in ZOO if name != "trusted: objects"], 20)  # its numbers differ each time
+@parametrize_groups("names", [name for name in ZOO if name != "trusted: objects"], 20)  # its numbers differ each time
 def test_compact_files_have_the_same_numbers(names: list[str]) -> None:
     for_each(names, check_compact)
 

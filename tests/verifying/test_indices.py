@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from tests.each import each
-from tests.loading.zoo import QUIET, ZOO
+from tests.loading.zoo import IGNORED_WARNINGS, ZOO
 
 from transload.verifying import verify
 
-pytestmark = QUIET
+pytestmark = IGNORED_WARNINGS
 LAYOUTS = {name: getattr(torch, f"sparse_{name}") for name in ("coo", "csr", "csc", "bsr", "bsc")}
 SIZE = (4, 6)
 

@@ -108,13 +108,13 @@ UNUSUAL: dict[str, bytes] = {
     "huge stride without elements": forge.tensor(shape=(0, 1), stride=(1, 1 << 63)),
     "overflow without elements": forge.tensor(shape=(1 << 62, 4, 0), stride=(0, 0, 0)),
     "negative offset": forge.tensor(offset=-1),
-    "no storage": forge.rebuilt("_rebuild_tensor_v2", None, 0, (4,), (1,), False, forge.ordered()),
-    "too few arguments": forge.rebuilt("_rebuild_tensor_v2", forge.storage_id()),
-    "gradients": forge.rebuilt("_rebuild_tensor_v2", forge.storage_id(), 0, (4,), (1,), True, forge.ordered()),
-    "a parameter": forge.rebuilt("_rebuild_parameter", forge.tensor(), True, forge.ordered()),
+    "no storage": forge.rebuild_call("_rebuild_tensor_v2", None, 0, (4,), (1,), False, forge.ordered()),
+    "too few arguments": forge.rebuild_call("_rebuild_tensor_v2", forge.storage_id()),
+    "gradients": forge.rebuild_call("_rebuild_tensor_v2", forge.storage_id(), 0, (4,), (1,), True, forge.ordered()),
+    "a parameter": forge.rebuild_call("_rebuild_parameter", forge.tensor(), True, forge.ordered()),
     "a storage by itself": forge.storage_id(),
     "a list of pairs": forge.call(
-        forge.name("collections", "OrderedDict"), forge.listing(forge.tuple_of("x", forge.tensor()))
+        forge.name("collections", "OrderedDict"), forge.list_of(forge.tuple_of("x", forge.tensor()))
     ),
 }
 

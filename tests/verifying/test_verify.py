@@ -133,10 +133,10 @@ def test_truncated_safetensors_damages_only_the_tensors_after_the_cut(tmp_path: 
 
 
 def test_storage_of_the_wrong_size_is_reported() -> None:
-    longer = forge.remade(forge.entries(), "data/1", data=bytes(20))
+    longer = forge.with_changes(forge.entries(), "data/1", data=bytes(20))
     (damage,) = verify(forge.archive(longer)).damaged
     assert damage == Damage("w1", "broken", "data/1 holds 20 bytes, the index expects 16")
-    shorter = forge.remade(forge.entries(), "data/1", data=bytes(12))
+    shorter = forge.with_changes(forge.entries(), "data/1", data=bytes(12))
     (damage,) = verify(forge.archive(shorter)).damaged
     assert (damage.name, damage.kind) == ("w1", "cut")
 

@@ -1,6 +1,6 @@
 """Name a file that is not a checkpoint: a web page, an LFS pointer, another framework's model, a compressed file.
 
-``identify`` calls a function for each kind of file in turn; each gets a ``Excerpt`` of the first and last bytes.
+``identify`` calls a function for each kind of file in turn; each gets an ``Excerpt`` of the first and last bytes.
 ``foreign.md`` lists the formats that a pattern detects.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.diagnose.machines import changed, dead, healthy, refused
+from tests.diagnose.machines import cuda_fails, cuinit_fails, healthy, with_facts
 
 from transload.diagnose.case import Case
 from transload.diagnose.report import judge_machine
@@ -49,26 +49,26 @@ def alarms(machine: Machine) -> list[str]:
 
 def no_libcuda(machine: Machine) -> Machine:
     """The machine without libcuda.so.1: the loader does not find it, and it is not on the disk."""
-    return dead(changed(machine, driver__cuda=Cuda(NO_LIBRARY), driver__libraries__cuda=()))
+    return cuda_fails(with_facts(machine, driver__cuda=Cuda(NO_LIBRARY), driver__libraries__cuda=()))
 
 
 def driver_not_loaded(machine: Machine, **kernel_facts: Any) -> Machine:
     """The machine whose kernel driver is not loaded."""
     cards = tuple(replace(card, driver="") for card in machine.hardware.pci or ())
     absent = tuple(Node(f"/dev/{name}", exists=False, kind="", error="ENOENT") for name in _NODES)
-    machine = changed(
-        refused(machine, 100),
+    machine = with_facts(
+        cuinit_fails(machine, 100),
         hardware__pci=cards,
         kernel=Kernel(loaded=False, built_for=(), secure_boot=False),
         nodes__found=absent,
         nodes__majors={},
         driver__nvml=Nvml(ChildAnswer("answered"), init=9),
     )
-    return changed(machine, **{f"kernel__{name}": value for name, value in kernel_facts.items()})
+    return with_facts(machine, **{f"kernel__{name}": value for name, value in kernel_facts.items()})
 
 
 def no_nodes(machine: Machine) -> Machine:
-    return changed(
+    return with_facts(
         machine, nodes__found=tuple(Node(f"/dev/{name}", exists=False, kind="", error="ENOENT") for name in _NODES)
     )
 
@@ -76,7 +76,7 @@ def no_nodes(machine: Machine) -> Machine:
 def with_node(machine: Machine, path: str, **facts: Any) -> Machine:
     """The machine with some facts of one device node changed."""
     nodes = tuple(replace(node, **facts) if node.path == path else node for node in machine.nodes.found)
-    return changed(machine, nodes__found=nodes)
+    return with_facts(machine, nodes__found=nodes)
 
 
 def missing_node(machine: Machine, path: str) -> Machine:
@@ -85,19 +85,19 @@ def missing_node(machine: Machine, path: str) -> Machine:
 
 def works_without(machine: Machine, *variables: str) -> Machine:
     """The machine on which an experiment showed that the driver works without some variables."""
-    return changed(machine, driver__experiments=(Experiment(variables, healthy().driver.cuda),))
+    return with_facts(machine, driver__experiments=(Experiment(variables, healthy().driver.cuda),))
 
 
 def without_nvml_gpus(machine: Machine, init: int = 0) -> Machine:
     """The machine on which NVML sees no GPU."""
     nvml = replace(machine.driver.nvml, init=init, count=0, gpus=())
-    return changed(machine, driver__nvml=nvml)
+    return with_facts(machine, driver__nvml=nvml)
 
 
 def with_gpu(machine: Machine, **facts: Any) -> Machine:
     """The machine with some of the facts changed that NVML reports about its GPUs."""
     gpus = tuple(replace(gpu, **facts) for gpu in machine.driver.nvml.gpus)
-    return changed(machine, driver__nvml__gpus=gpus)
+    return with_facts(machine, driver__nvml__gpus=gpus)
 
 
 _NODES = ("nvidiactl", "nvidia0", "nvidia-uvm")

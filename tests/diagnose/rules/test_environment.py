@@ -7,15 +7,15 @@ from typing import Any
 
 from tests.diagnose.machines import (
     UUID,
-    bare,
-    changed,
     cuda_gpu,
+    cuinit_fails,
     healthy,
     in_slurm,
     install,
     no_torch_run,
     nvml_gpu,
-    refused,
+    with_facts,
+    without_gpu,
 )
 from tests.diagnose.rules.machine_rows import alarms, cause, find
 from tests.diagnose.rules.torch_rows import FAULTLESS, amd, failing, finding_of, with_variables, works_without
@@ -28,12 +28,12 @@ NO_KERNEL = "AcceleratorError: CUDA error: no kernel image is available for exec
 
 def hidden_by(value: str, code: int = 100) -> Machine:
     """The machine whose cuInit returns ``code``, with CUDA_VISIBLE_DEVICES set."""
-    return with_variables(refused(healthy(), code), CUDA_VISIBLE_DEVICES=value)
+    return with_variables(cuinit_fails(healthy(), code), CUDA_VISIBLE_DEVICES=value)
 
 
 def with_several_cards(machine: Machine, count: int = 2) -> Machine:
     """The machine on which NVML sees several cards of one kind."""
-    return changed(
+    return with_facts(
         machine,
         driver__nvml__count=count,
         driver__nvml__gpus=tuple(nvml_gpu(index) for index in range(count)),
@@ -80,9 +80,9 @@ def test_ambiguous_uuid() -> None:
 def test_experiment_without_the_variable_is_evidence() -> None:
     line = "without CUDA_VISIBLE_DEVICES the driver finds 1 GPU"
     assert line in finding_of("E01", works_without(hidden_by("-1"), "CUDA_VISIBLE_DEVICES")).evidence
-    still_failing = changed(
+    still_failing = with_facts(
         hidden_by("-1"),
-        driver__experiments=(Experiment(("CUDA_VISIBLE_DEVICES",), refused(healthy(), 999).driver.cuda),),
+        driver__experiments=(Experiment(("CUDA_VISIBLE_DEVICES",), cuinit_fails(healthy(), 999).driver.cuda),),
     )
     assert "without CUDA_VISIBLE_DEVICES the driver does not work either" in finding_of("E01", still_failing).evidence
 
@@ -115,33 +115,35 @@ def test_list_is_cut_off_at_the_first_invalid_entry() -> None:
 
 
 def test_uuids_are_not_judged_where_nvml_lists_none() -> None:
-    no_inventory = changed(hidden_by("GPU-1234"), driver__nvml__gpus=(), driver__nvml__count=-1, driver__nvml__init=999)
+    no_inventory = with_facts(
+        hidden_by("GPU-1234"), driver__nvml__gpus=(), driver__nvml__count=-1, driver__nvml__init=999
+    )
     assert alarms(no_inventory) == ["X08"]  # and no rule blames the variable
     assert find("E04", no_inventory) is None
     assert cause(with_variables(no_inventory, CUDA_VISIBLE_DEVICES="-1")) == "E01"  # clear without any inventory
 
 
 def test_variable_is_not_blamed_in_a_slurm_job_without_a_gpu() -> None:
-    machine = changed(hidden_by(""), surroundings__slurm=True)
+    machine = with_facts(hidden_by(""), surroundings__slurm=True)
     assert find("E01", machine) is None
-    with_gpu = changed(in_slurm(refused(healthy(), 100)))
+    with_gpu = with_facts(in_slurm(cuinit_fails(healthy(), 100)))
     assert "Slurm" in finding_of("E01", with_variables(with_gpu, CUDA_VISIBLE_DEVICES="-1")).fix[0]
 
 
 def test_file_that_sets_the_variable_is_named() -> None:
-    machine = changed(hidden_by("-1"), variables__origins={"CUDA_VISIBLE_DEVICES": ("/etc/environment:3",)})
+    machine = with_facts(hidden_by("-1"), variables__origins={"CUDA_VISIBLE_DEVICES": ("/etc/environment:3",)})
     assert finding_of("E07", machine, "note").evidence == ("CUDA_VISIBLE_DEVICES is set in /etc/environment:3",)
     assert any("/etc/environment:3" in line for line in finding_of("E01", machine).fix)
-    fine = changed(with_variables(healthy(), CUDA_VISIBLE_DEVICES="0"), variables__origins=machine.variables.origins)
+    fine = with_facts(with_variables(healthy(), CUDA_VISIBLE_DEVICES="0"), variables__origins=machine.variables.origins)
     assert find("E07", fine) is None
 
 
 def test_torch_counts_no_gpu_although_cuda_has_one() -> None:
-    machine = changed(with_variables(healthy(), CUDA_VISIBLE_DEVICES="0,7,0"), torch_run__count=0)
+    machine = with_facts(with_variables(healthy(), CUDA_VISIBLE_DEVICES="0,7,0"), torch_run__count=0)
     assert "E13" in alarms(machine)
     finding_of("E13", machine, "warning")
-    assert find("E13", changed(machine, torch_run__count=1)) is None
-    assert find("E13", changed(hidden_by("-1"), torch_run__count=0)) is None
+    assert find("E13", with_facts(machine, torch_run__count=1)) is None
+    assert find("E13", with_facts(hidden_by("-1"), torch_run__count=0)) is None
 
 
 # -- other variables
@@ -149,7 +151,7 @@ def test_torch_counts_no_gpu_although_cuda_has_one() -> None:
 
 @each("value", ["", "pci_bus_id", "PCI_BUS_ID ", "0"])
 def test_invalid_device_order(value: str) -> None:
-    machine = with_variables(refused(healthy(), 101), CUDA_DEVICE_ORDER=value)
+    machine = with_variables(cuinit_fails(healthy(), 101), CUDA_DEVICE_ORDER=value)
     assert cause(machine) == "E12"
     assert finding_of("E12", machine).fix[0] == "$ export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     assert find("E12", with_variables(healthy(), CUDA_DEVICE_ORDER=value)) is None
@@ -157,19 +159,19 @@ def test_invalid_device_order(value: str) -> None:
 
 @each("value", ["PCI_BUS_ID", "FASTEST_FIRST"])
 def test_valid_device_order(value: str) -> None:
-    assert find("E12", with_variables(refused(healthy(), 999), CUDA_DEVICE_ORDER=value)) is None
+    assert find("E12", with_variables(cuinit_fails(healthy(), 999), CUDA_DEVICE_ORDER=value)) is None
 
 
 def test_cuda_and_nvidia_smi_number_two_cards_differently() -> None:
     fast, slow = (0, "NVIDIA H200", (9, 0)), (1, "NVIDIA T4", (7, 5))
-    machine = changed(
+    machine = with_facts(
         healthy(),
         driver__cuda__count=2,
         driver__cuda__gpus=(cuda_gpu(*fast), cuda_gpu(*slow)),
         driver__nvml__gpus=(nvml_gpu(*slow), nvml_gpu(*fast)),
     )
     assert finding_of("E05", machine, "note").evidence == ("CUDA's device 0 is NVIDIA H200, nvidia-smi's is NVIDIA T4",)
-    same = changed(machine, driver__nvml__gpus=(nvml_gpu(*fast), nvml_gpu(*slow)))
+    same = with_facts(machine, driver__nvml__gpus=(nvml_gpu(*fast), nvml_gpu(*slow)))
     assert find("E05", same) is None
     assert find("E05", healthy()) is None
 
@@ -179,7 +181,7 @@ def test_ptx_compilation_is_forced_but_torch_has_no_ptx() -> None:
     assert cause(machine) == "A04"
     assert cause(with_variables(no_torch_run(healthy()), CUDA_FORCE_PTX_JIT="1")) == "A04"
     finding_of("A04", with_variables(healthy(), CUDA_FORCE_PTX_JIT="1"), "note")
-    ptx = changed(no_torch_run(healthy()), torch_libraries__cubins={"sm_80": 1, "compute_90": 1})
+    ptx = with_facts(no_torch_run(healthy()), torch_libraries__cubins={"sm_80": 1, "compute_90": 1})
     assert alarms(with_variables(ptx, CUDA_FORCE_PTX_JIT="1")) == []
 
 
@@ -189,33 +191,33 @@ def test_harmless_jit_variables(values: dict[str, str]) -> None:
 
 
 def test_ptx_compilation_is_disabled_but_the_card_needs_it() -> None:
-    ptx = changed(no_torch_run(healthy()), torch_libraries__cubins={"sm_80": 1, "compute_80": 1})
+    ptx = with_facts(no_torch_run(healthy()), torch_libraries__cubins={"sm_80": 1, "compute_80": 1})
     assert cause(with_variables(ptx, CUDA_DISABLE_PTX_JIT="1")) == "A04"
 
 
 @each("name", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
 def test_variable_hides_the_amd_gpus(name: str) -> None:
     hip = replace(install("2.13.0+rocm7.2", ""), hip="7.2")
-    machine = changed(amd(), torch=Torch(installs=(hip,)), torch_run__available=False, torch_run__hip="7.2")
+    machine = with_facts(amd(), torch=Torch(installs=(hip,)), torch_run__available=False, torch_run__hip="7.2")
     assert cause(with_variables(machine, **{name: "-1"})) == "E09"
     assert find("E09", with_variables(machine, **{name: "0"})) is None
-    assert find("E09", changed(with_variables(machine, **{name: "-1"}), torch_run__available=True)) is None
+    assert find("E09", with_facts(with_variables(machine, **{name: "-1"}), torch_run__available=True)) is None
 
 
 def test_nvml_based_check_says_available_although_cuinit_fails() -> None:
-    machine = with_variables(refused(healthy(), 802), PYTORCH_NVML_BASED_CUDA_CHECK="1")
-    finding_of("E10", changed(machine, torch_run__available=True), "note")
+    machine = with_variables(cuinit_fails(healthy(), 802), PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    finding_of("E10", with_facts(machine, torch_run__available=True), "note")
     assert find("E10", machine) is None
     assert find("E10", with_variables(healthy(), PYTORCH_NVML_BASED_CUDA_CHECK="1")) is None
 
 
 def test_unwritable_compute_cache_is_a_note() -> None:
-    machine = changed(healthy(), variables__cache_problem="/home/user/.nv/ComputeCache: EACCES")
+    machine = with_facts(healthy(), variables__cache_problem="/home/user/.nv/ComputeCache: EACCES")
     finding_of("E11", machine, "note")
     assert alarms(machine) == []
-    assert find("E11", changed(bare(), variables__cache_problem="HOME is not set")) is None
+    assert find("E11", with_facts(without_gpu(), variables__cache_problem="HOME is not set")) is None
 
 
 def test_no_alarm_where_the_driver_was_not_queried() -> None:
     unqueried: dict[str, Any] = {"driver": Driver(), "hardware__pci": ()}
-    assert alarms(changed(hidden_by("-1"), accelerators=(Accelerator("mps", usable=True),), **unqueried)) == []
+    assert alarms(with_facts(hidden_by("-1"), accelerators=(Accelerator("mps", usable=True),), **unqueried)) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.diagnose.machines import bare, changed, healthy
+from tests.diagnose.machines import healthy, with_facts, without_gpu
 from tests.diagnose.rules.machine_rows import alarms, find
 from tests.diagnose.rules.torch_rows import finding_of
 from tests.each import each
@@ -15,7 +15,7 @@ SYMBOL = "_ZN3c104cuda9SetDeviceEi"
 
 
 def with_extension(package: str, version: str = "1.0", machine: Machine | None = None, **facts: Any) -> Machine:
-    return changed(machine or healthy(), extensions=(ExtensionPackage(package, version, **facts),))
+    return with_facts(machine or healthy(), extensions=(ExtensionPackage(package, version, **facts),))
 
 
 def test_torchvision_for_another_torch() -> None:
@@ -48,7 +48,7 @@ def test_matching_torchvision_raises_no_alarm(wants: str, local: str) -> None:
 def test_cpu_build_of_torchvision_beside_a_cuda_build_of_torch() -> None:
     machine = with_extension("torchvision", "0.28.0", wants_torch="==2.13.0", local="cpu")
     assert alarms(machine) == ["P05"]
-    assert alarms(with_extension("torchvision", wants_torch="==2.13.0", local="cpu", machine=bare())) == []
+    assert alarms(with_extension("torchvision", wants_torch="==2.13.0", local="cpu", machine=without_gpu())) == []
 
 
 def test_package_compiled_against_another_torch() -> None:
@@ -62,16 +62,16 @@ def test_package_compiled_against_another_torch() -> None:
 def test_packages_are_not_blamed_where_torch_is_missing() -> None:
     machine = with_extension("torchvision", "0.28.0", missing=("libc10.so",))
     assert find("P06", machine) is not None
-    assert find("P06", changed(machine, torch=Torch(installs=()), torch_run=TorchRun())) is None
+    assert find("P06", with_facts(machine, torch=Torch(installs=()), torch_run=TorchRun())) is None
 
 
 def test_fix_installs_torchvision_from_the_index_of_torchs_build() -> None:
-    machine = with_extension("torchvision", "0.28.0", bare(), local="cu132", missing=("libcudart.so.13",))
+    machine = with_extension("torchvision", "0.28.0", without_gpu(), local="cu132", missing=("libcudart.so.13",))
     fix = finding_of("P06", machine, "warning").fix
     assert not any("--no-binary" in line for line in fix)
     assert any("torch==2.13.0 torchvision --index-url https://download.pytorch.org/whl/cpu" in line for line in fix)
     two = (*machine.extensions, ExtensionPackage("flash-attn", undefined=(SYMBOL,)))
-    both = finding_of("P06", changed(machine, extensions=two), "warning").fix
+    both = finding_of("P06", with_facts(machine, extensions=two), "warning").fix
     assert next(line for line in both if "--no-binary" in line).endswith("flash-attn")
 
 
@@ -90,7 +90,7 @@ def test_fix_that_compiles_names_the_toolkit_it_needs() -> None:
         (Toolkit("/usr/bin/nvcc", "12.4"), f"Or compile flash-attn ({needs} /usr/bin/nvcc is from 12.4):"),
         (Toolkit("/usr/bin/nvcc", "13.0.1"), "Or compile flash-attn:"),
     ):
-        assert line in finding_of("P06", changed(machine, toolkit=toolkit), "warning").fix
+        assert line in finding_of("P06", with_facts(machine, toolkit=toolkit), "warning").fix
 
 
 def test_package_that_needs_a_missing_library() -> None:
@@ -127,4 +127,4 @@ def test_bitsandbytes_is_judged_by_the_library_it_loads(cuda: int, judged: bool)
 
 
 def test_architectures_are_not_judged_without_a_card() -> None:
-    assert find("A03", with_extension("flash-attn", architectures=("sm_80",), machine=bare())) is None
+    assert find("A03", with_extension("flash-attn", architectures=("sm_80",), machine=without_gpu())) is None

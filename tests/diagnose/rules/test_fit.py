@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from tests.diagnose.machines import (
-    bare,
-    card,
-    changed,
+    cuda_fails,
     cuda_gpu,
-    dead,
     healthy,
     in_wsl,
     install,
     no_torch_run,
     nvml_gpu,
+    pci_gpu,
+    with_facts,
+    without_gpu,
 )
 from tests.diagnose.rules.machine_rows import alarms, cause, find
 from tests.diagnose.rules.torch_rows import failing, finding_of, with_variables
@@ -35,7 +35,7 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 def with_driver(machine: Machine, cuda: int, version: str = "") -> Machine:
     """The machine with a driver for a CUDA version."""
-    return changed(
+    return with_facts(
         machine,
         driver__cuda__version=cuda,
         driver__nvml__cuda=cuda,
@@ -48,7 +48,7 @@ def with_torch(machine: Machine, version: str, cuda: str, archs: tuple[str, ...]
     """The machine with a torch of a version, built for some architectures."""
     installed = replace(install(version, cuda), dist_version=version.partition("+")[0])
     run = {"torch_run__version": version, "torch_run__cuda": cuda} if machine.torch_run.version else {}
-    return changed(
+    return with_facts(
         machine,
         torch__installs=(installed,),
         torch_libraries__architectures=archs,
@@ -62,7 +62,7 @@ def with_cards(machine: Machine, *capabilities: tuple[int, int]) -> Machine:
     cuda = tuple(cuda_gpu(index, f"GPU {index}", capability) for index, capability in enumerate(capabilities))
     nvml = tuple(nvml_gpu(index, f"GPU {index}", capability) for index, capability in enumerate(capabilities))
     count = len(cuda)
-    return changed(
+    return with_facts(
         machine,
         driver__cuda__gpus=cuda,
         driver__cuda__count=count,
@@ -75,7 +75,7 @@ def with_cards(machine: Machine, *capabilities: tuple[int, int]) -> Machine:
 
 
 def test_driver_too_old_for_the_torch_build() -> None:
-    machine = with_driver(dead(healthy(), warning=TOO_OLD.format(12080)), 12080, "570.86.10")
+    machine = with_driver(cuda_fails(healthy(), warning=TOO_OLD.format(12080)), 12080, "570.86.10")
     assert cause(machine) == "V01"
     finding = finding_of("V01", machine)
     assert "driver 570.86.10 supports CUDA up to 12.8" in finding.evidence
@@ -114,17 +114,17 @@ def test_fix_under_wsl_updates_the_windows_driver() -> None:
 
 
 def test_cpu_build_fits_any_driver() -> None:
-    assert find("V01", bare()) is None
+    assert find("V01", without_gpu()) is None
 
 
 def test_false_message_that_the_driver_is_too_old() -> None:
-    machine = dead(healthy(), warning=TOO_OLD.format(13000))
+    machine = cuda_fails(healthy(), warning=TOO_OLD.format(13000))
     assert cause(machine) == "V05"
     assert finding_of("V05", machine).title.startswith("probably: ")
     assert "$ unset LD_PRELOAD" in finding_of("V05", with_variables(machine, LD_PRELOAD="/opt/shim.so")).fix
-    listed = changed(machine, driver__libraries__preload=("/opt/shim.so",))
+    listed = with_facts(machine, driver__libraries__preload=("/opt/shim.so",))
     assert finding_of("V05", listed).fix[0].startswith("Remove /opt/shim.so from /etc/ld.so.preload")
-    assert find("V05", dead(healthy(), warning=TOO_OLD.format(12080))) is None
+    assert find("V05", cuda_fails(healthy(), warning=TOO_OLD.format(12080))) is None
 
 
 @each(
@@ -150,9 +150,9 @@ def test_driver_too_old_for_the_only_ptx() -> None:
 
 
 def test_fix_for_an_old_card_is_another_build_not_a_newer_driver() -> None:
-    machine = changed(with_cards(healthy(), (6, 1)), hardware__pci=(card(0x1B80),), kernel__flavour="proprietary")
-    machine = with_driver(dead(machine, warning=TOO_OLD.format(12040)), 12040, "550.54.14")
-    finding = finding_of("V01", changed(machine, driver__cuda__init=0))
+    machine = with_facts(with_cards(healthy(), (6, 1)), hardware__pci=(pci_gpu(0x1B80),), kernel__flavour="proprietary")
+    machine = with_driver(cuda_fails(machine, warning=TOO_OLD.format(12040)), 12040, "550.54.14")
+    finding = finding_of("V01", with_facts(machine, driver__cuda__init=0))
     assert not any("nvidia-driver" in line for line in finding.fix)
     assert any(line.endswith("/cu126") for line in finding.fix)
 
@@ -213,7 +213,7 @@ def test_one_of_two_cards_without_code_is_a_warning() -> None:
 def binaries_unread(machine: Machine) -> Machine:
     """The machine whose torch was not run, and whose binaries could not be read."""
     unknown = Unknown("not there")
-    return changed(
+    return with_facts(
         no_torch_run(machine),
         torch_libraries__architectures=unknown,
         torch_libraries__cubins=unknown,
@@ -223,9 +223,9 @@ def binaries_unread(machine: Machine) -> Machine:
 
 def test_cubins_override_the_architecture_list_which_overrides_the_tables() -> None:
     pascal = with_cards(no_torch_run(healthy()), (6, 1))
-    listed = changed(pascal, torch_libraries__architectures=("sm_75",), torch_libraries__cubins={"sm_60": 1})
+    listed = with_facts(pascal, torch_libraries__architectures=("sm_75",), torch_libraries__cubins={"sm_60": 1})
     assert alarms(listed) == []
-    only_list = changed(pascal, torch_libraries__architectures=("sm_60",), torch_libraries__cubins=Unknown("x"))
+    only_list = with_facts(pascal, torch_libraries__architectures=("sm_60",), torch_libraries__cubins=Unknown("x"))
     assert alarms(only_list) == []
     assert finding_of("A02", binaries_unread(pascal)).title.startswith("probably: ")
     assert alarms(binaries_unread(with_torch(pascal, "2.13.0+cu126", "12.6"))) == []
@@ -238,12 +238,12 @@ def test_unknown_build_raises_no_alarm(version: str) -> None:
 
 
 def test_card_known_only_from_the_pci_bus() -> None:
-    facts: dict[str, Any] = {"driver": Driver(), "hardware__pci": (card(0x1B80, ""),)}
-    machine = changed(no_torch_run(healthy()), **facts)
+    facts: dict[str, Any] = {"driver": Driver(), "hardware__pci": (pci_gpu(0x1B80, ""),)}
+    machine = with_facts(no_torch_run(healthy()), **facts)
     assert cause(machine) == "A02"
     assert "GP104" in finding_of("A02", machine).evidence[0]
-    assert alarms(changed(machine, hardware__pci=(card(0x1B80, "vfio-pci"),))) == []
-    assert alarms(changed(machine, hardware=Hardware(Unknown("no sysfs")))) == []
+    assert alarms(with_facts(machine, hardware__pci=(pci_gpu(0x1B80, "vfio-pci"),))) == []
+    assert alarms(with_facts(machine, hardware=Hardware(Unknown("no sysfs")))) == []
 
 
 # -- combinations that fit
@@ -262,7 +262,7 @@ def fitting_machines() -> Iterator[tuple[str, Machine]]:
             for build in (candidate for candidate in index_builds(release, platform) if candidate.cuda):
                 driver = FLOORS[numbers_of(build.cuda)[0]]
                 machine = with_torch(
-                    with_driver(changed(healthy(), platform__machine=cpu), driver),
+                    with_driver(with_facts(healthy(), platform__machine=cpu), driver),
                     f"{release}+{build.build}",
                     build.cuda,
                     build.archs,

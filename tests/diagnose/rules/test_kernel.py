@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.diagnose.machines import (
-    bare,
-    card,
-    changed,
+    cuinit_fails,
     healthy,
     in_container,
     in_wsl,
     library,
-    refused,
+    pci_gpu,
+    with_facts,
+    without_gpu,
 )
 from tests.diagnose.rules.machine_rows import (
     cause,
@@ -32,9 +32,9 @@ KERNEL = "6.8.0-45-generic"
 
 def card_under_driver(device: int, version: str, flavour: str = "open") -> Machine:
     """A card under a loaded kernel driver, where neither CUDA nor NVML sees it."""
-    return changed(
-        without_nvml_gpus(refused(healthy(), 100)),
-        hardware__pci=(card(device),),
+    return with_facts(
+        without_nvml_gpus(cuinit_fails(healthy(), 100)),
+        hardware__pci=(pci_gpu(device),),
         kernel__version=version,
         kernel__flavour=flavour,
         kernel__gpus=(),
@@ -51,11 +51,11 @@ def test_no_driver_is_installed() -> None:
     finding = finding_of("K01", machine)
     assert "there is no nvidia.ko under /lib/modules" in finding.evidence
     assert finding.fix[:2] == ("$ sudo apt install ubuntu-drivers-common", "$ sudo ubuntu-drivers install")
-    assert cause(bare()) == ""
+    assert cause(without_gpu()) == ""
 
 
 def test_fix_installs_a_driver_branch_that_supports_an_old_card() -> None:
-    pascal = changed(driver_not_loaded(healthy()), hardware__pci=(card(0x1B06, ""),))
+    pascal = with_facts(driver_not_loaded(healthy()), hardware__pci=(pci_gpu(0x1B06, ""),))
     assert any("nvidia-driver-580" in line and "open" not in line for line in finding_of("K01", pascal).fix)
 
 
@@ -87,11 +87,11 @@ def test_driver_built_for_another_kernel() -> None:
     assert cause(machine) == "K02"
     assert "$ sudo dkms autoinstall" in finding_of("K02", machine).fix
     assert find("K02", driver_not_loaded(healthy(), built_for=("6.8.0-44-generic", KERNEL))) is None
-    assert find("K02", changed(healthy(), kernel__built_for=("6.8.0-44-generic",))) is None  # loaded anyway
+    assert find("K02", with_facts(healthy(), kernel__built_for=("6.8.0-44-generic",))) is None  # loaded anyway
 
 
 def test_fix_after_a_kernel_update_is_only_a_reboot() -> None:
-    machine = changed(driver_not_loaded(healthy(), built_for=("6.12.4-arch1-1",)), platform__kernel="6.11.1-arch1-1")
+    machine = with_facts(driver_not_loaded(healthy(), built_for=("6.12.4-arch1-1",)), platform__kernel="6.11.1-arch1-1")
     finding = finding_of("K02", machine)
     assert [line for line in finding.fix if line.startswith("$ ")] == ["$ sudo reboot"]
     assert "still running" in finding.title
@@ -108,7 +108,7 @@ def test_fix_after_a_kernel_update_is_only_a_reboot() -> None:
 def test_fix_builds_the_module_with_the_distributions_tool(
     distribution: str, like: tuple[str, ...], manager: str, command: str
 ) -> None:
-    machine = changed(
+    machine = with_facts(
         driver_not_loaded(healthy(), built_for=("6.8.0-44-generic",)),
         platform__distribution=distribution,
         platform__distribution_like=like,
@@ -122,38 +122,38 @@ def test_secure_boot_is_probable_until_the_kernel_log_proves_it() -> None:
     assert cause(machine) == "K03"
     assert finding_of("K03", machine).title.startswith("probably: ")
     log = ("nvidia: Loading of module with unavailable key is rejected",)
-    assert not finding_of("K03", changed(machine, kernel__log=log)).title.startswith("probably: ")
-    assert cause(changed(machine, kernel__secure_boot=False)) == "K01"
-    assert cause(changed(machine, kernel__built_for=())) == "K01"
+    assert not finding_of("K03", with_facts(machine, kernel__log=log)).title.startswith("probably: ")
+    assert cause(with_facts(machine, kernel__secure_boot=False)) == "K01"
+    assert cause(with_facts(machine, kernel__built_for=())) == "K01"
 
 
 @each("driver", ["nouveau", "nova_core"])
 def test_card_bound_to_another_driver(driver: str) -> None:
-    machine = changed(driver_not_loaded(healthy()), hardware__pci=(card(0x2335, driver),))
+    machine = with_facts(driver_not_loaded(healthy()), hardware__pci=(pci_gpu(0x2335, driver),))
     assert cause(machine) == "K04"
     assert f"bound to {driver}" in finding_of("K04", machine).evidence[0]
-    installed = finding_of("K04", changed(machine, kernel__built_for=(KERNEL,)))
+    installed = finding_of("K04", with_facts(machine, kernel__built_for=(KERNEL,)))
     assert any("blacklist-nouveau.conf" in line for line in installed.fix)
     assert "$ sudo update-initramfs -u" in installed.fix
 
 
 def test_second_card_on_nouveau_is_ignored() -> None:
-    pci = (card(0x2335), card(0x1B06, "nouveau", "0000:01:00.0"))
-    assert find("K04", changed(healthy(), hardware__pci=pci)) is None
-    assert find("K04", changed(refused(healthy(), 999), hardware__pci=pci)) is None
+    pci = (pci_gpu(0x2335), pci_gpu(0x1B06, "nouveau", "0000:01:00.0"))
+    assert find("K04", with_facts(healthy(), hardware__pci=pci)) is None
+    assert find("K04", with_facts(cuinit_fails(healthy(), 999), hardware__pci=pci)) is None
 
 
 def test_cards_reserved_for_virtual_machines() -> None:
-    pci = (card(0x2335, "vfio-pci"), card(0x2335, "vfio-pci", "0000:18:00.0"))
-    machine = changed(driver_not_loaded(healthy()), hardware__pci=pci)
+    pci = (pci_gpu(0x2335, "vfio-pci"), pci_gpu(0x2335, "vfio-pci", "0000:18:00.0"))
+    machine = with_facts(driver_not_loaded(healthy()), hardware__pci=pci)
     assert cause(machine) == "K05"
-    assert find("K05", changed(machine, hardware__pci=(pci[0], card(0x2335)))) is None
-    asleep = finding_of("K05", changed(machine, hardware__pci=(replace(pci[0], power="D3cold"), pci[1]))).evidence
+    assert find("K05", with_facts(machine, hardware__pci=(pci[0], pci_gpu(0x2335)))) is None
+    asleep = finding_of("K05", with_facts(machine, hardware__pci=(replace(pci[0], power="D3cold"), pci[1]))).evidence
     assert [line.endswith(", in power state D3cold") for line in asleep] == [True, False]
 
 
 def test_no_kernel_rule_applies_under_wsl() -> None:
-    machine = refused(in_wsl(healthy()), 100)
+    machine = cuinit_fails(in_wsl(healthy()), 100)
     assert not any(find(f"K{number:02}", machine) for number in range(1, 13))
 
 
@@ -169,9 +169,9 @@ def test_driver_too_new_for_the_card(device: int, version: str) -> None:
 
 def test_version_of_a_module_that_did_not_load_is_taken_from_libcuda() -> None:
     loaded = card_under_driver(0x1B06, "595.58.03")
-    machine = changed(loaded, kernel=Kernel(loaded=False, built_for=(KERNEL,), secure_boot=False))
+    machine = with_facts(loaded, kernel=Kernel(loaded=False, built_for=(KERNEL,), secure_boot=False))
     assert cause(machine) == "K06"
-    assert cause(changed(machine, driver__libraries__cuda=(library("libcuda.so.1", "580.65.06"),))) == "K01"
+    assert cause(with_facts(machine, driver__libraries__cuda=(library("libcuda.so.1", "580.65.06"),))) == "K01"
 
 
 def test_last_branch_that_supports_the_card_is_not_a_fault() -> None:
@@ -180,23 +180,23 @@ def test_last_branch_that_supports_the_card_is_not_a_fault() -> None:
 
 
 def test_unsupported_card_beside_a_working_one_is_a_note() -> None:
-    pci = (card(0x2335), card(0x1B06, "", "0000:01:00.0"))
-    machine = changed(healthy(), hardware__pci=pci, kernel__version="595.58.03")
+    pci = (pci_gpu(0x2335), pci_gpu(0x1B06, "", "0000:01:00.0"))
+    machine = with_facts(healthy(), hardware__pci=pci, kernel__version="595.58.03")
     finding = finding_of("K06", machine)
     assert finding.severity == "note"
     assert any(line.startswith("The other cards work") for line in finding.fix)
 
 
 def test_fix_keeps_the_driver_that_the_working_card_needs() -> None:
-    pci = (card(0x2684), card(0x128B, "", "0000:01:00.0"))  # RTX 4090, GT 710
-    finding = finding_of("K06", changed(healthy(), hardware__pci=pci))
+    pci = (pci_gpu(0x2684), pci_gpu(0x128B, "", "0000:01:00.0"))  # RTX 4090, GT 710
+    finding = finding_of("K06", with_facts(healthy(), hardware__pci=pci))
     assert finding.severity == "note"
     assert finding.fix == ("Leave it as it is: no driver supports both this card and Ada.",)
 
 
 def test_fix_serves_the_newer_card_where_no_driver_supports_both() -> None:
-    pci = (card(0x2B85, ""), card(0x1B80, "", "0000:01:00.0"))
-    finding = finding_of("K01", driver_not_loaded(changed(healthy(), hardware__pci=pci)))
+    pci = (pci_gpu(0x2B85, ""), pci_gpu(0x1B80, "", "0000:01:00.0"))
+    finding = finding_of("K01", driver_not_loaded(with_facts(healthy(), hardware__pci=pci)))
     assert "$ sudo apt install nvidia-driver-580-open" in finding.fix
     assert finding.fix[0] == "No driver supports both Blackwell and Pascal. This is the one for Blackwell:"
 
@@ -216,7 +216,7 @@ def test_kernel_log_message_over_several_lines_is_joined() -> None:
         "NVRM: nvidia.ko because it does not include the required GPU",
         "NVRM: System Processor (GSP).",
     )
-    machine = changed(card_under_driver(0x1DB5, "570.26", ""), kernel__loaded=False, kernel__log=log)
+    machine = with_facts(card_under_driver(0x1DB5, "570.26", ""), kernel__loaded=False, kernel__log=log)
     assert cause(machine) == "K07"
     assert "the required GPU System Pro" in finding_of("K07", machine).evidence[-1]
 
@@ -239,60 +239,60 @@ def test_kernel_log_shows_that_an_unknown_card_is_unsupported() -> None:
     log = ("NVRM: installed in this system is not supported by the", "NVRM: NVIDIA 520.56.06 driver release.")
     machine = card_under_driver(0xFFF0, "520.56.06")
     assert find("K09", machine) is None
-    assert cause(changed(machine, kernel__log=log)) == "K09"
+    assert cause(with_facts(machine, kernel__log=log)) == "K09"
 
 
 def test_card_that_nvml_sees_is_supported() -> None:
-    machine = changed(refused(healthy(), 100), hardware__pci=(card(0x1B06),), kernel__version="595.58.03")
+    machine = with_facts(cuinit_fails(healthy(), 100), hardware__pci=(pci_gpu(0x1B06),), kernel__version="595.58.03")
     assert find("K06", machine) is None
 
 
 def test_missing_firmware() -> None:
-    machine = changed(without_nvml_gpus(refused(healthy(), 100)), kernel__gpus=(), kernel__firmware=False)
+    machine = with_facts(without_nvml_gpus(cuinit_fails(healthy(), 100)), kernel__gpus=(), kernel__firmware=False)
     assert cause(machine) == "K12"
     assert finding_of("K12", machine).title.startswith("probably: ")
     log = ("nvidia: loading /lib/firmware/nvidia/570.133.20/gsp_ga10x.bin failed with error -4",)
-    assert not finding_of("K12", changed(machine, kernel__log=log)).title.startswith("probably: ")
-    assert find("K12", changed(machine, kernel__firmware=True)) is None
+    assert not finding_of("K12", with_facts(machine, kernel__log=log)).title.startswith("probably: ")
+    assert find("K12", with_facts(machine, kernel__firmware=True)) is None
     assert find("K12", in_container(machine)) is None
-    assert find("K12", changed(healthy(), kernel__firmware=False)) is None
+    assert find("K12", with_facts(healthy(), kernel__firmware=False)) is None
 
 
 # -- loaded but failing
 
 
 def test_hmm_is_the_probable_cause_of_error_3() -> None:
-    machine = refused(healthy(), 3)
+    machine = cuinit_fails(healthy(), 3)
     assert cause(machine) == "K10"
     assert finding_of("K10", machine).title.startswith("probably: ")
     log = ("nvidia-uvm: uvm_pmm_gpu.c: request_free_mem_region() err -34",)
-    assert not finding_of("K10", changed(machine, kernel__log=log)).title.startswith("probably: ")
+    assert not finding_of("K10", with_facts(machine, kernel__log=log)).title.startswith("probably: ")
     assert "uvm_disable_hmm=1" in " ".join(finding_of("K10", machine).fix)
 
 
 @each("fact", [{"kernel__uvm_disable_hmm": "Y"}, {"kernel__flavour": "proprietary"}, {"kernel__kaslr": False}])
 def test_hmm_is_ruled_out_by_other_facts(fact: dict[str, object]) -> None:
-    machine = changed(refused(healthy(), 3), **fact)
+    machine = with_facts(cuinit_fails(healthy(), 3), **fact)
     assert cause(machine) == "X08"
 
 
 def test_suspend_is_the_probable_cause_of_error_999() -> None:
-    machine = changed(refused(healthy(), 999), platform__suspends=3)
+    machine = with_facts(cuinit_fails(healthy(), 999), platform__suspends=3)
     assert cause(machine) == "K11"
     assert finding_of("K11", machine).title.startswith("probably: ")
     assert "suspended 3 times" in " ".join(finding_of("K11", machine).evidence)
-    assert cause(refused(healthy(), 999)) == "X08"
+    assert cause(cuinit_fails(healthy(), 999)) == "X08"
     assert find("K11", with_node(machine, "/dev/nvidia-uvm", error="EACCES")) is None
     assert find("K11", without_nvml_gpus(machine)) is None
 
 
 def test_kernel_is_not_blamed_where_the_driver_works_without_a_variable() -> None:
-    machine = works_without(changed(refused(healthy(), 999), platform__suspends=3), "LD_LIBRARY_PATH")
+    machine = works_without(with_facts(cuinit_fails(healthy(), 999), platform__suspends=3), "LD_LIBRARY_PATH")
     assert find("K11", machine) is None
-    assert find("K10", works_without(refused(healthy(), 3), "LD_LIBRARY_PATH")) is None
+    assert find("K10", works_without(cuinit_fails(healthy(), 3), "LD_LIBRARY_PATH")) is None
 
 
 def test_nvml_and_pci_spellings_of_an_address_are_equal() -> None:
     gpu = replace(healthy().driver.nvml.gpus[0], address="00000000:17:00.0")
-    machine = changed(refused(healthy(), 100), hardware__pci=(card(0x1B06),), driver__nvml__gpus=(gpu,))
-    assert find("K06", changed(machine, kernel__version="595.58.03")) is None
+    machine = with_facts(cuinit_fails(healthy(), 100), hardware__pci=(pci_gpu(0x1B06),), driver__nvml__gpus=(gpu,))
+    assert find("K06", with_facts(machine, kernel__version="595.58.03")) is None

@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from tests.diagnose.machines import (
-    bare,
-    changed,
-    dead,
+    cuda_fails,
+    cuinit_fails,
     healthy,
     in_container,
     in_slurm,
     in_wsl,
     library,
     no_torch_run,
-    refused,
+    with_facts,
+    without_gpu,
 )
 from tests.diagnose.rules.machine_rows import (
     NO_LIBRARY,
@@ -40,7 +40,7 @@ COMPAT = "/usr/local/cuda/compat"
 
 def loading(machine: Machine, lib: Library, *others: Library) -> Machine:
     """The machine whose processes load ``lib``."""
-    return changed(machine, driver__libraries__cuda=(lib, *others), driver__cuda__library=lib.target or lib.path)
+    return with_facts(machine, driver__libraries__cuda=(lib, *others), driver__cuda__library=lib.target or lib.path)
 
 
 def stub(via: str = "LD_LIBRARY_PATH") -> Library:
@@ -52,7 +52,7 @@ def compat(version: str = "570.26", via: str = "LD_LIBRARY_PATH") -> Library:
 
 
 def with_library_path(machine: Machine, value: str) -> Machine:
-    return changed(machine, variables__values={**machine.variables.values, "LD_LIBRARY_PATH": value})
+    return with_facts(machine, variables__values={**machine.variables.values, "LD_LIBRARY_PATH": value})
 
 
 # -- U04: stubs
@@ -61,7 +61,7 @@ def with_library_path(machine: Machine, value: str) -> Machine:
 @each("environment", [lambda m: m, in_container, in_slurm])
 def test_stub_from_ld_library_path(environment: Any) -> None:
     machine = with_library_path(
-        environment(loading(refused(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}"
+        environment(loading(cuinit_fails(healthy(), 34), stub(), library("libcuda.so.1"))), f"/opt/x:{STUBS}"
     )
     assert causes(machine) == ["U04"]
     finding = finding_of("U04", machine)
@@ -73,22 +73,24 @@ def test_stub_from_ld_library_path(environment: Any) -> None:
 
 
 def test_experiment_without_ld_library_path_proves_the_stub() -> None:
-    machine = works_without(loading(refused(healthy(), 34), stub()), "LD_LIBRARY_PATH")
+    machine = works_without(loading(cuinit_fails(healthy(), 34), stub()), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U04"]
     assert "without LD_LIBRARY_PATH the driver starts and finds 1 GPU" in finding_of("U04", machine).evidence
 
 
 def test_stub_in_the_loader_cache() -> None:
-    machine = loading(refused(healthy(), 34), stub("ld.so.cache"))
+    machine = loading(cuinit_fails(healthy(), 34), stub("ld.so.cache"))
     assert "$ sudo ldconfig" in finding_of("U04", machine).fix
 
 
 def test_code_34_proves_a_stub_without_its_file() -> None:
-    assert cause(changed(refused(healthy(), 34), driver__libraries__cuda=(), driver__cuda__library="")) == "U04"
+    assert cause(with_facts(cuinit_fails(healthy(), 34), driver__libraries__cuda=(), driver__cuda__library="")) == "U04"
 
 
 def test_stub_without_a_card_raises_no_alarm() -> None:
-    machine = changed(bare(), driver__cuda=refused(healthy(), 34).driver.cuda, driver__libraries__cuda=(stub(),))
+    machine = with_facts(
+        without_gpu(), driver__cuda=cuinit_fails(healthy(), 34).driver.cuda, driver__libraries__cuda=(stub(),)
+    )
     assert alarms(machine) == []
 
 
@@ -97,7 +99,7 @@ def test_stub_without_a_card_raises_no_alarm() -> None:
 
 def test_compat_library_that_does_not_match_the_kernel_driver() -> None:
     machine = with_library_path(
-        in_container(loading(refused(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT
+        in_container(loading(cuinit_fails(healthy(), 803), compat(), library("libcuda.so.1"))), COMPAT
     )
     assert causes(machine) == ["U02"]
     finding = finding_of("U02", machine)
@@ -106,7 +108,7 @@ def test_compat_library_that_does_not_match_the_kernel_driver() -> None:
 
 
 def test_compat_library_is_blamed_where_the_driver_works_without_it() -> None:
-    machine = loading(refused(healthy(), 999), compat())
+    machine = loading(cuinit_fails(healthy(), 999), compat())
     assert find("U02", machine) is None
     assert causes(works_without(machine, "LD_LIBRARY_PATH")) == ["U02"]
 
@@ -116,14 +118,14 @@ def test_working_compat_library_is_not_an_error() -> None:
 
 
 def test_forward_compatibility_on_a_consumer_card() -> None:
-    machine = with_gpu(loading(refused(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
+    machine = with_gpu(loading(cuinit_fails(healthy(), 804), compat("595.58.03")), name="NVIDIA GeForce RTX 4090")
     assert causes(machine) == ["U03"]
     assert "NVIDIA GeForce RTX 4090 is not a data-center card" in finding_of("U03", machine).evidence
     assert not finding_of("U03", machine).title.startswith("probably")
 
 
 def test_804_without_a_compat_library_is_probably_forward_compatibility() -> None:
-    machine = refused(healthy(), 804)
+    machine = cuinit_fails(healthy(), 804)
     assert cause(machine) == "U03"
     assert finding_of("U03", machine).title.startswith("probably: ")
 
@@ -133,44 +135,44 @@ def test_804_without_a_compat_library_is_probably_forward_compatibility() -> Non
 
 @each("code", [803, 804, 999, 100])
 def test_libraries_of_another_release_than_the_module(code: int) -> None:
-    machine = loading(refused(healthy(), code), library("libcuda.so.1", "580.178.04"))
+    machine = loading(cuinit_fails(healthy(), code), library("libcuda.so.1", "580.178.04"))
     assert causes(machine) == ["U01"]
     assert finding_of("U01", machine).fix[0] == "$ sudo reboot"
 
 
 def test_nvml_reports_the_version_mismatch() -> None:
-    machine = changed(refused(healthy(), 804), driver__nvml=Nvml(ChildAnswer("answered"), init=18))
+    machine = with_facts(cuinit_fails(healthy(), 804), driver__nvml=Nvml(ChildAnswer("answered"), init=18))
     assert causes(machine) == ["U01"]
     assert "nvmlInit returned 18 NVML_ERROR_LIB_RM_VERSION_MISMATCH" in finding_of("U01", machine).evidence
 
 
 def test_803_means_a_version_mismatch_whatever_the_files_are() -> None:
     unknown = replace(library("libcuda.so.1"), version="", target="/opt/shim/libcuda.so.1")
-    assert cause(loading(refused(healthy(), 803), unknown)) == "U01"
+    assert cause(loading(cuinit_fails(healthy(), 803), unknown)) == "U01"
 
 
 def test_fix_updates_libraries_older_than_the_module() -> None:
-    machine = loading(refused(healthy(), 803), library("libcuda.so.1", "570.26"))
+    machine = loading(cuinit_fails(healthy(), 803), library("libcuda.so.1", "570.26"))
     assert "$ sudo reboot" not in finding_of("U01", machine).fix[:1]
     assert "580.159.04" in finding_of("U01", machine).fix[0]
 
 
 def test_fix_removes_a_second_driver_from_the_search_path() -> None:
     old = library("libcuda.so.1", "570.26", "LD_LIBRARY_PATH", "/opt/old")
-    machine = with_library_path(loading(refused(healthy(), 803), old, library("libcuda.so.1")), "/opt/old")
+    machine = with_library_path(loading(cuinit_fails(healthy(), 803), old, library("libcuda.so.1")), "/opt/old")
     assert causes(machine) == ["U01"]
     assert finding_of("U01", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
 def test_same_release_is_not_a_mismatch() -> None:
-    assert find("U01", refused(healthy(), 999)) is None
+    assert find("U01", cuinit_fails(healthy(), 999)) is None
     assert causes(loading(healthy(), library("libcuda.so.1", "570.26"))) == []
     tegra = replace(library("libcuda.so.1"), version="1.1")
-    assert find("U01", loading(refused(healthy(), 999), tegra)) is None
+    assert find("U01", loading(cuinit_fails(healthy(), 999), tegra)) is None
 
 
 def test_variable_that_hides_the_card_is_not_a_mismatch() -> None:
-    machine = loading(refused(healthy(), 100), library("libcuda.so.1", "570.26"))
+    machine = loading(cuinit_fails(healthy(), 100), library("libcuda.so.1", "570.26"))
     assert find("U01", works_without(machine, "CUDA_VISIBLE_DEVICES")) is None
 
 
@@ -183,7 +185,7 @@ def test_file_that_is_not_a_usable_library(state: Any, problem: str, environment
     machine = environment(healthy())
     lib = replace(machine.driver.libraries.libcuda, problem=problem)
     answer = ChildAnswer(state, "libcuda.so.1: file too short")
-    machine = dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
+    machine = cuda_fails(with_facts(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
     assert causes(machine) == ["U13"]
     assert "libcuda.so.1 could not be used: libcuda.so.1: file too short" in finding_of("U13", machine).evidence
 
@@ -192,12 +194,12 @@ def test_file_that_is_not_a_usable_library(state: Any, problem: str, environment
 def test_other_library_named_libcuda_on_the_search_path(answer: ChildAnswer) -> None:
     other = replace(library("libcuda.so.1", "", "LD_LIBRARY_PATH", "/opt/shim"), kind="other")
     cuda = Cuda(answer, other.target, 999 if answer.answered else -1)
-    machine = loading(dead(changed(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
+    machine = loading(cuda_fails(with_facts(healthy(), driver__cuda=cuda)), other, library("libcuda.so.1"))
     machine = works_without(with_library_path(machine, "/opt/shim"), "LD_LIBRARY_PATH")
     assert causes(machine) == ["U13"]
     assert "instead of the driver's" in finding_of("U13", machine).title
     assert finding_of("U13", machine).fix[0] == "$ unset LD_LIBRARY_PATH"
-    assert find("U13", changed(machine, driver__experiments=())) is None
+    assert find("U13", with_facts(machine, driver__experiments=())) is None
 
 
 # -- U05, U06: not found or not installed
@@ -205,17 +207,17 @@ def test_other_library_named_libcuda_on_the_search_path(answer: ChildAnswer) -> 
 
 def test_library_outside_the_search_path() -> None:
     hidden = library("libcuda.so.1", via="disk", folder="/opt/nvidia/lib64")
-    machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
+    machine = with_facts(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
     assert causes(machine) == ["U05"]
     assert "$ echo /opt/nvidia/lib64 | sudo tee /etc/ld.so.conf.d/nvidia.conf" in finding_of("U05", machine).fix
-    nixos = finding_of("U05", changed(machine, platform__distribution="nixos"))
+    nixos = finding_of("U05", with_facts(machine, platform__distribution="nixos"))
     assert nixos.fix[0] == "$ export LD_LIBRARY_PATH=/opt/nvidia/lib64"
 
 
 @each("facts", [{"kind": "stub"}, {"kind": "compat"}, {"problem": "empty"}])
 def test_stub_compat_or_empty_file_on_the_disk_is_not_the_driver(facts: dict[str, Any]) -> None:
     hidden = replace(library("libcuda.so.1", via="disk"), **facts)
-    machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
+    machine = with_facts(no_libcuda(healthy()), driver__libraries__cuda=(hidden,))
     assert cause(machine) == "U06"
 
 
@@ -223,28 +225,28 @@ def test_only_part_of_the_driver_is_installed() -> None:
     machine = no_libcuda(healthy())
     assert causes(machine) == ["U06"]
     assert finding_of("U06", machine).fix[0] == "$ sudo apt install libnvidia-compute-580 nvidia-utils-580"
-    neither = changed(machine, driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
+    neither = with_facts(machine, driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
     assert finding_of("U06", neither).title == "the driver's libraries are not installed"
     assert find("U06", no_libcuda(driver_not_loaded(healthy()))) is None
 
 
 def test_missing_nvml_is_a_note_while_cuda_works() -> None:
-    machine = changed(healthy(), driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
+    machine = with_facts(healthy(), driver__libraries__nvml=(), driver__nvml=Nvml(NO_LIBRARY))
     assert finding_of("U06", machine).severity == "note"
     assert alarms(machine) == []
-    assert find("U06", changed(machine, hardware__tegra="Orin")) is None
+    assert find("U06", with_facts(machine, hardware__tegra="Orin")) is None
 
 
 # -- U07: the PTX compiler
 
 
 def test_missing_ptx_compiler_is_a_note_until_a_kernel_needs_it() -> None:
-    machine = changed(healthy(), driver__libraries__ptx_compiler=())
+    machine = with_facts(healthy(), driver__libraries__ptx_compiler=())
     assert finding_of("U07", machine).severity == "note"
     error = "RuntimeError: CUDA error: PTX JIT compiler library not found"
-    died = changed(machine, torch_run__steps=(Step("import", ok=True), Step("kernel", ok=False, error=error)))
+    died = with_facts(machine, torch_run__steps=(Step("import", ok=True), Step("kernel", ok=False, error=error)))
     assert finding_of("U07", died).severity == "error"
-    assert cause(refused(healthy(), 221)) == "U07"
+    assert cause(cuinit_fails(healthy(), 221)) == "U07"
     assert find("U07", in_wsl(machine)) is None
 
 
@@ -252,7 +254,7 @@ def test_missing_ptx_compiler_is_a_note_until_a_kernel_needs_it() -> None:
 
 
 def test_wsl_with_a_linux_driver_inside() -> None:
-    machine = refused(in_wsl(healthy()), 803)
+    machine = cuinit_fails(in_wsl(healthy()), 803)
     wsl_library = machine.driver.libraries.libcuda
     assert wsl_library is not None
     machine = loading(machine, library("libcuda.so.1", "535.104.05"), replace(wsl_library, via="disk"))
@@ -265,7 +267,7 @@ def test_wsl_with_a_linux_driver_inside() -> None:
     assert [bool(re.search(pattern, name)) for name in (*purged, *kept)] == [True] * 4 + [False] * 3
     for via in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
         by_variable = library("libcuda.so.1", "535.104.05", via, "/opt/driver")
-        loaded = changed(loading(machine, by_variable), variables__values={via: "/opt/driver"})
+        loaded = with_facts(loading(machine, by_variable), variables__values={via: "/opt/driver"})
         assert finding_of("U09", loaded).fix[0] == f"$ unset {via}"
     assert causes(loading(in_wsl(healthy()), library("libcuda.so.1", "535.104.05"))) == []
 
@@ -274,22 +276,22 @@ def test_wsl_library_outside_the_search_path() -> None:
     machine = in_wsl(healthy())
     wsl_library = machine.driver.libraries.libcuda
     assert wsl_library is not None
-    hidden = changed(no_libcuda(machine), driver__libraries__cuda=(replace(wsl_library, via="disk"),))
+    hidden = with_facts(no_libcuda(machine), driver__libraries__cuda=(replace(wsl_library, via="disk"),))
     assert causes(hidden) == ["U08"]
     assert any("/usr/lib/wsl/lib" in line and "LD_LIBRARY_PATH" in line for line in finding_of("U08", hidden).fix)
 
 
 def test_wsl_without_dev_dxg() -> None:
-    machine = changed(refused(in_wsl(healthy()), 100), hardware__dxg=False)
+    machine = with_facts(cuinit_fails(in_wsl(healthy()), 100), hardware__dxg=False)
     assert causes(machine) == ["U08"]
     assert "$ wsl --update" in finding_of("U08", machine).fix
 
 
 def test_wsl_driver_that_finds_no_device_is_a_probable_cause() -> None:
-    machine = refused(in_wsl(healthy()), 100)
+    machine = cuinit_fails(in_wsl(healthy()), 100)
     assert causes(machine) == ["U08"]
     assert finding_of("U08", machine).title.startswith("probably: ")
-    assert cause(refused(in_wsl(healthy()), 999)) == "X08"
+    assert cause(cuinit_fails(in_wsl(healthy()), 999)) == "X08"
     assert find("U08", works_without(machine, "CUDA_VISIBLE_DEVICES")) is None
 
 
@@ -297,11 +299,11 @@ def test_wsl_without_a_driver_is_an_error_only_for_a_cuda_build() -> None:
     machine = no_libcuda(in_wsl(healthy()))
     assert causes(machine) == ["U08"]
     assert "no NVIDIA card" in finding_of("U08", machine).title
-    assert finding_of("U08", changed(machine, torch=bare().torch)).severity == "note"
+    assert finding_of("U08", with_facts(machine, torch=without_gpu().torch)).severity == "note"
 
 
 def test_wsl_1_is_a_note() -> None:
-    machine = no_libcuda(changed(in_wsl(bare()), surroundings__wsl=1, hardware__dxg=False))
+    machine = no_libcuda(with_facts(in_wsl(without_gpu()), surroundings__wsl=1, hardware__dxg=False))
     assert finding_of("U11", machine).severity == "note"
     assert "$ wsl --set-version DISTRIBUTION 2" in finding_of("U11", machine).fix
     assert find("U11", in_wsl(healthy())) is None
@@ -315,7 +317,7 @@ def unloadable(machine: Machine, detail: str, **facts: Any) -> Machine:
     """A machine whose libcuda.so.1 in the system's library folder cannot be loaded."""
     lib = replace(library("libcuda.so.1"), **facts)
     answer = ChildAnswer("not-loadable", detail)
-    return dead(changed(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
+    return cuda_fails(with_facts(machine, driver__libraries__cuda=(lib,), driver__cuda=Cuda(answer)))
 
 
 def test_fix_never_removes_the_system_folder_from_the_loader() -> None:
@@ -337,33 +339,33 @@ def test_fix_does_not_remove_the_drivers_library_that_lacks_a_dependency() -> No
 
 def test_fix_removes_a_preloaded_library_from_the_list_not_from_the_disk() -> None:
     lib = replace(stub("ld.so.preload"), path="/opt/vgpu/libvgpu.so", target="")
-    fix = finding_of("U04", loading(refused(healthy(), 34), lib)).fix
+    fix = finding_of("U04", loading(cuinit_fails(healthy(), 34), lib)).fix
     assert not any(line.startswith("$") for line in fix)
     assert "/opt/vgpu/libvgpu.so from /etc/ld.so.preload" in fix[0]
 
 
 def test_fix_finds_the_stubs_folder_in_the_loader_configuration() -> None:
-    fix = finding_of("U04", loading(refused(healthy(), 34), stub("ld.so.cache"))).fix
+    fix = finding_of("U04", loading(cuinit_fails(healthy(), 34), stub("ld.so.cache"))).fix
     assert f"$ grep -rn {STUBS} /etc/ld.so.conf /etc/ld.so.conf.d" in fix
 
 
 def test_nvml_on_the_disk_is_not_missing() -> None:
     on_disk = library("libnvidia-ml.so.1", via="disk", folder="/run/opengl-driver/lib")
-    machine = changed(healthy(), driver__nvml=Nvml(NO_LIBRARY), driver__libraries__nvml=(on_disk,))
+    machine = with_facts(healthy(), driver__nvml=Nvml(NO_LIBRARY), driver__libraries__nvml=(on_disk,))
     assert find("U06", machine) is None
-    assert find("U06", changed(machine, driver__libraries__nvml=())) is not None
+    assert find("U06", with_facts(machine, driver__libraries__nvml=())) is not None
 
 
 def test_library_outside_the_search_path_is_only_probable_where_torch_was_not_run() -> None:
     lib = library("libcuda.so.1", via="disk", folder="/run/opengl-driver/lib")
-    machine = changed(no_libcuda(healthy()), driver__libraries__cuda=(lib,))
+    machine = with_facts(no_libcuda(healthy()), driver__libraries__cuda=(lib,))
     assert not finding_of("U05", machine).title.startswith("probably: ")
     assert finding_of("U05", no_torch_run(machine)).title.startswith("probably: ")
 
 
 def test_fix_stops_the_persistence_daemon_before_unloading_the_modules() -> None:
-    machine = changed(refused(healthy(), 803), driver__libraries__cuda=(library("libcuda.so.1", "595.58.03"),))
-    machine = changed(machine, driver__nvml=Nvml(ChildAnswer("answered"), init=18))
+    machine = with_facts(cuinit_fails(healthy(), 803), driver__libraries__cuda=(library("libcuda.so.1", "595.58.03"),))
+    machine = with_facts(machine, driver__nvml=Nvml(ChildAnswer("answered"), init=18))
     fix = finding_of("U01", machine).fix
     assert fix.index("$ sudo systemctl stop nvidia-persistenced") + 1 == fix.index(
         "$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia"

@@ -7,7 +7,17 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
-from tests.diagnose.machines import bare, card, changed, healthy, in_container, in_slurm, in_wsl, library, refused
+from tests.diagnose.machines import (
+    cuinit_fails,
+    healthy,
+    in_container,
+    in_slurm,
+    in_wsl,
+    library,
+    pci_gpu,
+    with_facts,
+    without_gpu,
+)
 from tests.diagnose.rules.machine_rows import (
     RULES,
     alarms,
@@ -31,7 +41,7 @@ UNKNOWN = Unknown("not readable")
 
 
 def fact(**facts: Any) -> Change:
-    return lambda machine: changed(machine, **facts)
+    return lambda machine: with_facts(machine, **facts)
 
 
 ENVIRONMENTS: tuple[Change, ...] = (
@@ -47,8 +57,8 @@ ENVIRONMENTS: tuple[Change, ...] = (
 ODDITIES: tuple[Change, ...] = (
     fact(hardware=Hardware(pci=UNKNOWN)),
     fact(hardware__pci=()),
-    fact(hardware__pci=(card(0x1B06, "nouveau"), replace(card(0x2335, "vfio-pci", "0000:18:00.0"), dead=True))),
-    fact(hardware__pci=(replace(card(0xFFFF, ""), bars=(0, 0)),)),
+    fact(hardware__pci=(pci_gpu(0x1B06, "nouveau"), replace(pci_gpu(0x2335, "vfio-pci", "0000:18:00.0"), dead=True))),
+    fact(hardware__pci=(replace(pci_gpu(0xFFFF, ""), bars=(0, 0)),)),
     fact(hardware__tegra="Orin"),
     fact(kernel=Kernel(loaded=UNKNOWN, built_for=UNKNOWN)),
     fact(kernel=Kernel()),
@@ -79,8 +89,11 @@ ODDITIES: tuple[Change, ...] = (
     lambda machine: works_without(machine, "CUDA_VISIBLE_DEVICES"),
 )
 FAILURES: tuple[Change, ...] = (
-    *(lambda machine, code=code: refused(machine, code) for code in (2, 3, 34, 35, 46, 100, 101, 304, 802, 803, 805)),
-    *(lambda machine, code=code: refused(machine, code) for code in (804, 807, 999, 12345)),
+    *(
+        lambda machine, code=code: cuinit_fails(machine, code)
+        for code in (2, 3, 34, 35, 46, 100, 101, 304, 802, 803, 805)
+    ),
+    *(lambda machine, code=code: cuinit_fails(machine, code) for code in (804, 807, 999, 12345)),
     fact(driver__cuda=Cuda(ChildAnswer("hung"))),
     fact(driver__cuda=Cuda(ChildAnswer("crashed"))),
     fact(driver__cuda=Cuda(ChildAnswer("not-loadable", "file too short"))),
@@ -123,21 +136,21 @@ def test_findings_are_well_formed_whatever_is_wrong(seed: int) -> None:
         fact(platform__package_manager="", platform__kernel=""),
         fact(variables__values={"CUDA_VISIBLE_DEVICES": "", "NVIDIA_VISIBLE_DEVICES": "void"}),
         fact(driver__libraries__cuda=(library("libcuda.so.1", via="disk"),)),
-        fact(driver__cuda=refused(healthy(), 100).driver.cuda),
-        fact(driver__cuda=refused(healthy(), 34).driver.cuda),
+        fact(driver__cuda=cuinit_fails(healthy(), 100).driver.cuda),
+        fact(driver__cuda=cuinit_fails(healthy(), 34).driver.cuda),
         fact(driver__cuda=Cuda(ChildAnswer("crashed", "SIGABRT"))),
         fact(kernel__mps_directory="/run/mps", kernel__secure_boot=True),
     ],
 )
 def test_no_alarm_without_a_card(oddity: Change) -> None:
     for environment in ENVIRONMENTS[:5]:
-        assert alarms(oddity(environment(bare()))) == []
+        assert alarms(oddity(environment(without_gpu()))) == []
 
 
 @each("text", ["²²²", "5" * 5000, "٣٣٣.1", "580"])
 def test_no_rule_raises_on_malformed_numbers(text: str) -> None:
-    machine = changed(
-        refused(healthy(), 100),
+    machine = with_facts(
+        cuinit_fails(healthy(), 100),
         kernel__version=text,
         kernel__parameters={"DeviceFileMode": text},
         nodes__found=tuple(replace(node, error="EACCES", mode=0o600) for node in healthy().nodes.found),

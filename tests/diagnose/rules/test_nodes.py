@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.diagnose.machines import bare, changed, healthy, in_container, in_wsl, refused
+from tests.diagnose.machines import cuinit_fails, healthy, in_container, in_wsl, with_facts, without_gpu
 from tests.diagnose.rules.machine_rows import (
     cause,
     causes,
@@ -26,7 +26,7 @@ CUINIT_CODES = {CONTROL: 100, CARD: 100, UVM: 999}
 
 def with_bad_node(path: str, **facts: Any) -> Machine:
     """A machine with one bad node, and the codes that CUDA and NVML return for it on a real machine."""
-    machine = refused(healthy(), CUINIT_CODES[path])
+    machine = cuinit_fails(healthy(), CUINIT_CODES[path])
     if path == CONTROL:
         machine = without_nvml_gpus(machine, 17 if facts.get("major") else 4)
     elif path == CARD:
@@ -57,29 +57,31 @@ def test_every_fault_of_every_node(path: str, facts: dict[str, Any], code: str) 
 
 @each("path", CUINIT_CODES)
 def test_missing_node_is_not_a_cause_where_root_can_create_it(path: str) -> None:
-    root = changed(missing_node(refused(healthy(), CUINIT_CODES[path]), path), platform__root=True)
+    root = with_facts(missing_node(cuinit_fails(healthy(), CUINIT_CODES[path]), path), platform__root=True)
     assert find("D01", root) is None
     assert cause(root) == "X08"
-    works = changed(missing_node(healthy(), path), platform__root=True)
+    works = with_facts(missing_node(healthy(), path), platform__root=True)
     assert causes(works) == []
 
 
 def test_root_in_a_container_cannot_create_a_missing_node() -> None:
-    machine = in_container(missing_node(refused(healthy(), 999), UVM))
+    machine = in_container(missing_node(cuinit_fails(healthy(), 999), UVM))
     assert cause(machine) == "D01"
     assert "$ sudo nvidia-modprobe -u -c=0" in finding_of("D01", machine).fix
     assert finding_of("D01", machine).fix[0] == "On the host, not in this container:"
 
 
 def test_root_cannot_create_a_node_whose_module_is_not_loaded() -> None:
-    machine = changed(missing_node(refused(healthy(), 999), UVM), platform__root=True, nodes__majors={"nvidia": 195})
-    machine = changed(machine, kernel__modules=("nvidia", "nvidia_modeset"))
+    machine = with_facts(
+        missing_node(cuinit_fails(healthy(), 999), UVM), platform__root=True, nodes__majors={"nvidia": 195}
+    )
+    machine = with_facts(machine, kernel__modules=("nvidia", "nvidia_modeset"))
     assert cause(machine) == "D01"
     assert "the module nvidia_uvm is not loaded" in finding_of("D01", machine).evidence
 
 
 def test_node_with_another_major_number_than_its_module() -> None:
-    machine = with_node(refused(healthy(), 999), UVM, major=511)
+    machine = with_node(cuinit_fails(healthy(), 999), UVM, major=511)
     assert cause(machine) == "D02"
     assert "/proc/devices gives nvidia-uvm the number 238" in finding_of("D02", machine).evidence
     lxc = finding_of("D02", in_container(machine, "lxc"))
@@ -88,22 +90,22 @@ def test_node_with_another_major_number_than_its_module() -> None:
 
 
 def test_without_proc_devices_only_memory_devices_are_known_to_be_wrong() -> None:
-    machine = changed(refused(healthy(), 999), nodes__majors={})
+    machine = with_facts(cuinit_fails(healthy(), 999), nodes__majors={})
     assert find("D02", with_node(machine, UVM, major=511)) is None
     assert cause(with_node(machine, UVM, major=1, minor=3)) == "D02"
 
 
 def test_node_is_blamed_only_for_the_cuinit_code_it_causes() -> None:
     denied = {"error": "EACCES", "mode": 0o600}
-    assert find("D03", with_node(refused(healthy(), 100), UVM, **denied)) is None
-    assert find("D03", with_node(refused(healthy(), 999), CARD, **denied)) is None
-    assert find("D03", with_node(refused(healthy(), 34), CONTROL, **denied)) is None
+    assert find("D03", with_node(cuinit_fails(healthy(), 100), UVM, **denied)) is None
+    assert find("D03", with_node(cuinit_fails(healthy(), 999), CARD, **denied)) is None
+    assert find("D03", with_node(cuinit_fails(healthy(), 34), CONTROL, **denied)) is None
     assert causes(with_node(healthy(), UVM, **denied)) == []
 
 
 def test_bad_node_is_ignored_where_another_card_has_a_good_one() -> None:
     other = Node("/dev/nvidia3", major=195, minor=3)
-    machine = changed(refused(healthy(), 100), nodes__found=(*healthy().nodes.found, other))
+    machine = with_facts(cuinit_fails(healthy(), 100), nodes__found=(*healthy().nodes.found, other))
     assert find("D01", missing_node(machine, CARD)) is None
     assert find("D03", with_node(machine, CARD, error="EACCES", mode=0o600)) is None
 
@@ -120,12 +122,12 @@ def test_nodes_are_not_blamed_where_the_driver_works_without_a_variable() -> Non
 def test_fix_adds_the_user_to_the_group_of_the_node() -> None:
     machine = with_bad_node(CONTROL, error="EACCES", mode=0o660, gid=44, group="video")
     assert finding_of("D03", machine).fix[0] == "$ sudo usermod -aG video $USER"
-    for allowed in (changed(machine, platform__groups=("video",)), with_node(machine, CONTROL, mode=0o666)):
+    for allowed in (with_facts(machine, platform__groups=("video",)), with_node(machine, CONTROL, mode=0o666)):
         assert finding_of("D03", allowed).fix[1:] == ("$ sudo dmesg | grep -i denied",)
 
 
 def test_fix_changes_the_mode_of_the_nodes() -> None:
-    machine = changed(with_bad_node(UVM, error="EACCES", mode=0o600), kernel__parameters={"DeviceFileMode": "384"})
+    machine = with_facts(with_bad_node(UVM, error="EACCES", mode=0o600), kernel__parameters={"DeviceFileMode": "384"})
     finding = finding_of("D03", machine)
     assert "$ sudo chmod 0666 /dev/nvidiactl /dev/nvidia-uvm /dev/nvidia[0-9]*" in finding.fix
     unload = finding.fix.index("$ sudo modprobe -r nvidia_modeset nvidia_uvm nvidia")
@@ -135,11 +137,13 @@ def test_fix_changes_the_mode_of_the_nodes() -> None:
 
 
 def test_nodes_of_a_removed_card_are_not_missing() -> None:
-    machine = changed(missing_node(refused(healthy(), 100), CARD), hardware__pci=bare().hardware.pci, kernel__gpus=())
+    machine = with_facts(
+        missing_node(cuinit_fails(healthy(), 100), CARD), hardware__pci=without_gpu().hardware.pci, kernel__gpus=()
+    )
     machine = without_nvml_gpus(machine)
     assert causes(machine) == []
     assert causes(missing_node(missing_node(machine, CONTROL), UVM)) == []
-    assert causes(changed(machine, hardware__pci=healthy().hardware.pci)) == ["D01"]
+    assert causes(with_facts(machine, hardware__pci=healthy().hardware.pci)) == ["D01"]
 
 
 def test_nodev_mount() -> None:
@@ -155,10 +159,10 @@ def test_refusal_despite_the_mode_is_only_probable() -> None:
 
 
 def test_selinux_is_the_probable_cause_of_a_refusal_despite_the_mode() -> None:
-    machine = changed(with_bad_node(CONTROL, error="EACCES"), surroundings__selinux="enforcing")
+    machine = with_facts(with_bad_node(CONTROL, error="EACCES"), surroundings__selinux="enforcing")
     assert causes(machine) == ["D06"]
     assert finding_of("D06", machine).title.startswith("probably: ")
-    assert cause(changed(machine, surroundings__selinux="permissive")) == "D03"
+    assert cause(with_facts(machine, surroundings__selinux="permissive")) == "D03"
     assert cause(with_node(machine, CONTROL, mode=0o600)) == "D03"
     assert cause(with_node(machine, CONTROL, nodev=True)) == "D03"
 
@@ -167,7 +171,7 @@ def test_selinux_is_the_probable_cause_of_a_refusal_despite_the_mode() -> None:
 
 
 def test_devices_cgroup_denies_a_node() -> None:
-    machine = changed(in_container(with_bad_node(CONTROL, error="EPERM")), nodes__cgroup=("c 195:* m", "c 1:3 rwm"))
+    machine = with_facts(in_container(with_bad_node(CONTROL, error="EPERM")), nodes__cgroup=("c 195:* m", "c 1:3 rwm"))
     assert cause(machine) == "D04"
     assert "the devices cgroup allows: c 195:* m, c 1:3 rwm" in finding_of("D04", machine).evidence
     assert "create-dev-char-symlinks" in " ".join(finding_of("D04", machine).fix)
@@ -177,14 +181,14 @@ def test_devices_cgroup_denies_a_node() -> None:
 
 
 def test_wsl_node_that_cannot_be_opened() -> None:
-    machine = refused(in_wsl(healthy()), 100)
+    machine = cuinit_fails(in_wsl(healthy()), 100)
     assert cause(with_node(machine, "/dev/dxg", error="EACCES", mode=0o600)) == "D03"
     assert cause(machine) == "U08"
 
 
 def test_jetson_node_that_cannot_be_opened() -> None:
-    orin = changed(refused(healthy(), 999), hardware=Hardware(pci=(), tegra="Orin"))
+    orin = with_facts(cuinit_fails(healthy(), 999), hardware=Hardware(pci=(), tegra="Orin"))
     denied = Node("/dev/nvhost-gpu", mode=0o660, gid=44, group="video", error="EACCES")
-    machine = changed(orin, nodes__found=(*missing_node(orin, CONTROL).nodes.found, denied))
+    machine = with_facts(orin, nodes__found=(*missing_node(orin, CONTROL).nodes.found, denied))
     assert cause(machine) == "D03"
-    assert cause(changed(machine, nodes__found=missing_node(orin, CONTROL).nodes.found)) == "X08"
+    assert cause(with_facts(machine, nodes__found=missing_node(orin, CONTROL).nodes.found)) == "X08"

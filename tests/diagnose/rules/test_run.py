@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.diagnose.machines import LIB, SITE, bare, changed, dead, healthy, install, no_torch_run, refused
+from tests.diagnose.machines import (
+    LIB,
+    SITE,
+    cuda_fails,
+    cuinit_fails,
+    healthy,
+    install,
+    no_torch_run,
+    with_facts,
+    without_gpu,
+)
 from tests.diagnose.rules.machine_rows import alarms, cause, find
 from tests.diagnose.rules.torch_rows import amd, crashed_or_hung, failing, finding_of, unimportable, with_variables
 from tests.each import each
@@ -19,7 +29,7 @@ OUT_OF_MEMORY = "AcceleratorError: CUDA error: out of memory\nSearch for `cudaEr
 
 def with_gpu(machine: Machine, **facts: Any) -> Machine:
     """The machine with some of the facts changed that NVML reports about its GPUs."""
-    return changed(machine, driver__nvml__gpus=tuple(replace(gpu, **facts) for gpu in machine.driver.nvml.gpus))
+    return with_facts(machine, driver__nvml__gpus=tuple(replace(gpu, **facts) for gpu in machine.driver.nvml.gpus))
 
 
 # -- reserved, unlicensed, full, crashing
@@ -40,9 +50,9 @@ def test_compute_mode_excludes_this_process() -> None:
     machine = with_gpu(no_torch_run(healthy()), compute_mode="prohibited")
     assert finding_of("S05", machine).title == "the card's compute mode excludes this process"
     assert find("S05", with_gpu(no_torch_run(healthy()), compute_mode="exclusive-process")) is None
-    by_cuda = changed(failing(healthy(), "kernel", BUSY), driver__nvml__gpus=())
+    by_cuda = with_facts(failing(healthy(), "kernel", BUSY), driver__nvml__gpus=())
     prohibited = tuple(replace(gpu, compute_mode=2) for gpu in by_cuda.driver.cuda.gpus)
-    assert cause(changed(by_cuda, driver__cuda__gpus=prohibited)) == "S05"
+    assert cause(with_facts(by_cuda, driver__cuda__gpus=prohibited)) == "S05"
 
 
 def test_busy_card_without_a_reason_is_only_a_symptom() -> None:
@@ -68,7 +78,7 @@ def test_gpu_memory_is_full() -> None:
 
 
 def test_out_of_memory_by_a_limit_on_the_address_space() -> None:
-    machine = changed(failing(healthy(), "kernel", OUT_OF_MEMORY), platform__address_space=16 << 30)
+    machine = with_facts(failing(healthy(), "kernel", OUT_OF_MEMORY), platform__address_space=16 << 30)
     assert finding_of("X06", machine).title == "a limit on the address space leaves CUDA no room"
     assert "$ ulimit -v unlimited" in finding_of("X06", machine).fix
 
@@ -85,7 +95,7 @@ def test_two_copies_of_one_library_are_loaded() -> None:
     broken = failing(healthy(), "convolution", "RuntimeError: boom", torch_run__libraries=paths)
     assert cause(broken) == "X07"
     assert finding_of("X07", broken).title.startswith("probably: ")
-    assert find("X07", changed(healthy(), torch_run__libraries=paths)) is None
+    assert find("X07", with_facts(healthy(), torch_run__libraries=paths)) is None
     assert cause(failing(healthy(), "convolution", "RuntimeError: boom", torch_run__libraries=paths[:1])) == "X12"
 
 
@@ -93,8 +103,8 @@ def test_two_copies_of_one_library_are_loaded() -> None:
 
 
 def test_torch_sees_no_gpu_for_an_unknown_reason() -> None:
-    machine = dead(healthy(), warning="CUDA initialization: CUDA unknown error - this may be due to …")
-    machine = changed(machine, torch_run__libraries=("/opt/other/libcuda.so.1",))
+    machine = cuda_fails(healthy(), warning="CUDA initialization: CUDA unknown error - this may be due to …")
+    machine = with_facts(machine, torch_run__libraries=("/opt/other/libcuda.so.1",))
     assert cause(machine) == "X09"
     finding = finding_of("X09", machine)
     assert finding.evidence[0] == "the driver starts and finds 1 GPU"
@@ -103,16 +113,16 @@ def test_torch_sees_no_gpu_for_an_unknown_reason() -> None:
     assert "$ unset LD_LIBRARY_PATH" in with_path.fix
 
 
-@each("machine", [refused(healthy(), 999), healthy(), no_torch_run(healthy()), bare()])
+@each("machine", [cuinit_fails(healthy(), 999), healthy(), no_torch_run(healthy()), without_gpu()])
 def test_torch_is_not_blamed_for_the_driver(machine: Machine) -> None:
     assert find("X09", machine) is None
 
 
 def test_rocm_build_sees_no_gpu() -> None:
     hip = replace(install("2.13.0+rocm7.2", ""), hip="7.2")
-    machine = changed(amd(), torch=Torch(installs=(hip,)), torch_run__hip="7.2", torch_run__available=False)
+    machine = with_facts(amd(), torch=Torch(installs=(hip,)), torch_run__hip="7.2", torch_run__available=False)
     assert cause(machine) == "X09"
-    assert find("X09", changed(machine, torch_run__available=True)) is None
+    assert find("X09", with_facts(machine, torch_run__available=True)) is None
 
 
 @each(
@@ -170,6 +180,6 @@ def test_gpu_computes_wrong_results() -> None:
 
 def test_torch_fails_even_on_the_cpu() -> None:
     steps = (Step("import", ok=True), Step("cpu", ok=False, error="RuntimeError: could not create a primitive"))
-    machine = changed(bare(), torch_run__steps=steps)
+    machine = with_facts(without_gpu(), torch_run__steps=steps)
     assert cause(machine) == "X12"
     assert finding_of("X12", machine).title == "torch cannot compute even on the CPU"

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.diagnose.machines import SITE, bare, changed, healthy, install, needed, no_torch_run, refused
+from tests.diagnose.machines import (
+    SITE,
+    cuinit_fails,
+    healthy,
+    install,
+    no_torch_run,
+    resolved_library,
+    with_facts,
+    without_gpu,
+)
 from tests.diagnose.rules.machine_rows import alarms, cause, find
 from tests.diagnose.rules.torch_rows import (
     crashed_or_hung,
@@ -19,8 +28,8 @@ from tests.each import each
 
 from transload.machine import Machine, Resolved
 
-CUDNN = needed("libcudnn.so.9", "nvidia/cudnn/lib")
-LINK = replace(needed("libnvJitLink.so.13", "nvidia/cu13/lib"), package="nvidia-nvjitlink")
+CUDNN = resolved_library("libcudnn.so.9", "nvidia/cudnn/lib")
+LINK = replace(resolved_library("libnvJitLink.so.13", "nvidia/cu13/lib"), package="nvidia-nvjitlink")
 TOOLKIT = "/usr/local/cuda-12.0/lib64"
 NO_CUDNN = "ImportError: libcudnn.so.9: cannot open shared object file: No such file or directory"
 NO_SYMBOL = (
@@ -31,7 +40,7 @@ UNRESOLVED = "__nvJitLinkAddData_13_0 of libnvJitLink.so.13, needed by libcuspar
 
 
 def with_libraries(machine: Machine, *libraries: Resolved, **facts: Any) -> Machine:
-    return changed(machine, torch_libraries__needed=libraries, **facts)
+    return with_facts(machine, torch_libraries__needed=libraries, **facts)
 
 
 def loaded_from(lib: Resolved, folder: str, via: str, version: str = "") -> Resolved:
@@ -88,7 +97,7 @@ def test_older_library_from_ld_library_path() -> None:
     machine = with_variables(
         with_libraries(healthy(), loaded_from(LINK, TOOLKIT, "LD_LIBRARY_PATH")), LD_LIBRARY_PATH=TOOLKIT
     )
-    broken = changed(unimportable(machine, NO_SYMBOL), torch_libraries__unresolved=(UNRESOLVED,))
+    broken = with_facts(unimportable(machine, NO_SYMBOL), torch_libraries__unresolved=(UNRESOLVED,))
     assert cause(broken) == "L01"
     finding = finding_of("L01", broken)
     assert (
@@ -96,7 +105,7 @@ def test_older_library_from_ld_library_path() -> None:
         in finding.evidence
     )
     assert finding.fix[0] == "$ unset LD_LIBRARY_PATH"
-    not_run = changed(no_torch_run(machine), torch_libraries__unresolved=(UNRESOLVED,))
+    not_run = with_facts(no_torch_run(machine), torch_libraries__unresolved=(UNRESOLVED,))
     assert cause(not_run) == "L01"
     assert alarms(machine) == []  # torch works with it
 
@@ -140,44 +149,44 @@ def test_sublibraries_of_two_cudnn_versions() -> None:
         "libcudnn_engines_tensor_ir.so.9: /usr/lib/x86_64-linux-gnu/libcudnn_engines_tensor_ir.so.9, by ld.so.cache",
     )
     error = "RuntimeError: cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH"
-    broken = changed(failing(healthy(), "convolution", error), torch_libraries__split_cudnn=parts)
+    broken = with_facts(failing(healthy(), "convolution", error), torch_libraries__split_cudnn=parts)
     assert cause(broken) == "L03"
     assert any("'nvidia-cudnn-cu13>=9.21'" in line for line in finding_of("L03", broken).fix)
-    not_run = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
+    not_run = with_facts(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
     assert finding_of("L03", not_run).title.startswith("probably: ")
-    assert find("L03", changed(healthy(), torch_libraries__split_cudnn=parts)) is None
+    assert find("L03", with_facts(healthy(), torch_libraries__split_cudnn=parts)) is None
 
 
 def test_cudnn_sublibraries_from_ld_library_path() -> None:
     parts = ("libcudnn_ops.so.9: /opt/cudnn/libcudnn_ops.so.9, by LD_LIBRARY_PATH",)
-    machine = changed(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
+    machine = with_facts(no_torch_run(healthy()), torch_libraries__split_cudnn=parts)
     assert finding_of("L03", with_variables(machine, LD_LIBRARY_PATH="/opt/cudnn")).fix[0] == "$ unset LD_LIBRARY_PATH"
 
 
 def test_system_library_replaces_a_missing_one() -> None:
     machine = with_libraries(
-        healthy(), loaded_from(needed("libcudart.so.13", "nvidia/cu13/lib"), "/usr/lib", "ld.so.cache")
+        healthy(), loaded_from(resolved_library("libcudart.so.13", "nvidia/cu13/lib"), "/usr/lib", "ld.so.cache")
     )
     assert alarms(machine) == ["L05"]
     assert f"{SITE}/nvidia/cu13/lib/libcudart.so.13 does not exist" in finding_of("L05", machine, "warning").evidence
     fine = with_libraries(
-        healthy(), replace(needed("libcudart.so.13", "x"), path="/usr/lib/libcudart.so.13", expected="")
+        healthy(), replace(resolved_library("libcudart.so.13", "x"), path="/usr/lib/libcudart.so.13", expected="")
     )
     assert alarms(fine) == []  # this torch is built to use the system's
 
 
 def test_two_packages_own_one_library() -> None:
     overlap = (f"{SITE}/nvidia/cudnn/lib/libcudnn.so.9: nvidia-cudnn-cu12 9.10.2.21, nvidia-cudnn-cu13 9.20.0.48",)
-    machine = changed(healthy(), torch_libraries__overlaps=overlap)
+    machine = with_facts(healthy(), torch_libraries__overlaps=overlap)
     assert alarms(machine) == ["L06"]
     fix = finding_of("L06", machine, "warning").fix
     assert fix[0] == "$ /opt/venv/bin/python -m pip uninstall -y nvidia-cudnn-cu12 nvidia-cudnn-cu13"
     assert cause(failing(machine, "convolution", "RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")) == "L06"
-    assert alarms(changed(healthy(), torch_libraries__overlaps=("nvidia/__init__.py: a 1, b 2",))) == []
+    assert alarms(with_facts(healthy(), torch_libraries__overlaps=("nvidia/__init__.py: a 1, b 2",))) == []
 
 
 def test_libraries_of_conda_and_pip_are_mixed() -> None:
-    machine = changed(healthy(), python__environment="conda", python__prefix="/opt/conda")
+    machine = with_facts(healthy(), python__environment="conda", python__prefix="/opt/conda")
     mixed = with_libraries(machine, loaded_from(LINK, "/opt/conda/lib", "LD_LIBRARY_PATH"))
     assert alarms(mixed) == []
     finding_of("L07", mixed, "note")
@@ -189,23 +198,23 @@ def test_libraries_of_conda_and_pip_are_mixed() -> None:
 
 
 def test_experiment_proves_that_a_preloaded_library_breaks_cuda() -> None:
-    machine = with_variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libvgpu.so")
+    machine = with_variables(cuinit_fails(healthy(), 999), LD_PRELOAD="/usr/lib/libvgpu.so")
     assert finding_of("L08", works_without(machine, "LD_PRELOAD")).title == "a preloaded library intercepts CUDA"
     assert finding_of("L08", machine).title.startswith("probably: ")
 
 
 def test_fix_keeps_other_preloaded_libraries() -> None:
     listed = ("/usr/lib/libjemalloc.so.2", "/opt/vgpu/libvgpu.so")
-    fix = finding_of("L08", changed(refused(healthy(), 999), driver__libraries__preload=listed)).fix
+    fix = finding_of("L08", with_facts(cuinit_fails(healthy(), 999), driver__libraries__preload=listed)).fix
     assert not any("rm " in line for line in fix)
     assert fix[0].startswith("Remove /opt/vgpu/libvgpu.so from /etc/ld.so.preload")
-    in_both_lists = changed(refused(healthy(), 999), driver__libraries__preload=listed[1:])
+    in_both_lists = with_facts(cuinit_fails(healthy(), 999), driver__libraries__preload=listed[1:])
     finding = finding_of("L08", with_variables(in_both_lists, LD_PRELOAD=listed[0]))
     assert (finding.evidence[0], finding.fix) == ("/etc/ld.so.preload is /opt/vgpu/libvgpu.so", fix)
 
 
 def test_fix_reinstalls_the_conda_package_of_a_missing_library() -> None:
-    machine = changed(
+    machine = with_facts(
         unimportable(healthy(), NO_CUDNN),
         python__tool="conda",
         torch__installs=(replace(install("2.5.1", "12.4"), installer="conda"),),
@@ -218,9 +227,9 @@ def test_fix_reinstalls_the_conda_package_of_a_missing_library() -> None:
     "machine",
     [
         with_variables(healthy(), LD_PRELOAD="/usr/lib/libvgpu.so"),
-        with_variables(refused(healthy(), 999), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
-        with_variables(bare(), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
-        refused(healthy(), 999),
+        with_variables(cuinit_fails(healthy(), 999), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
+        with_variables(without_gpu(), LD_PRELOAD="/usr/lib/libjemalloc.so.2"),
+        cuinit_fails(healthy(), 999),
     ],
 )
 def test_preloaded_library_is_not_blamed(machine: Machine) -> None:
@@ -230,16 +239,16 @@ def test_preloaded_library_is_not_blamed(machine: Machine) -> None:
 def test_empty_element_of_ld_library_path_is_a_note() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
     machine = with_variables(
-        changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":/usr/local/lib"
+        with_facts(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":/usr/local/lib"
     )
     assert finding_of("L09", machine, "note").fix[0] == "$ export LD_LIBRARY_PATH=/usr/local/lib"
     assert alarms(machine) == []
     in_runpath = ("libcusparseLt.so.0: RUNPATH has an empty element",)
-    assert find("L09", changed(healthy(), driver__libraries__cwd_searched=in_runpath)) is None
+    assert find("L09", with_facts(healthy(), driver__libraries__cwd_searched=in_runpath)) is None
 
 
 def test_fix_removes_a_relative_element_of_ld_library_path() -> None:
-    machine = changed(healthy(), driver__libraries__cwd_searched=("LD_LIBRARY_PATH has the relative element lib",))
+    machine = with_facts(healthy(), driver__libraries__cwd_searched=("LD_LIBRARY_PATH has the relative element lib",))
     for value, fix in (("lib:/opt/x;/opt/y", "export LD_LIBRARY_PATH=/opt/x:/opt/y"), ("lib", "unset LD_LIBRARY_PATH")):
         finding = finding_of("L09", with_variables(machine, LD_LIBRARY_PATH=value), "note")
         assert finding.fix[0] == f"$ {fix}"
@@ -247,7 +256,7 @@ def test_fix_removes_a_relative_element_of_ld_library_path() -> None:
 
 def test_library_loaded_from_the_current_directory() -> None:
     reason = ("LD_LIBRARY_PATH has an empty element",)
-    machine = with_variables(changed(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")
+    machine = with_variables(with_facts(healthy(), driver__libraries__cwd_searched=reason), LD_LIBRARY_PATH=":")
     library = replace(CUDNN, path="/home/user/project/libcudnn.so.9", via="LD_LIBRARY_PATH")
     finding_of("L09", with_libraries(unimportable(machine, "ImportError: boom"), library))
     assert alarms(with_libraries(machine, library)) == []
@@ -259,11 +268,11 @@ def test_old_libstdcpp() -> None:
     assert cause(machine) == "L12"
     dropped = finding_of("L12", with_variables(machine, LD_LIBRARY_PATH="/opt/conda/lib")).fix
     assert dropped[0] == "$ unset LD_LIBRARY_PATH"
-    by_conda = changed(machine, python__environment="conda", python__prefix="")
+    by_conda = with_facts(machine, python__environment="conda", python__prefix="")
     assert finding_of("L12", by_conda).fix == ("$ conda install -c conda-forge libstdcxx-ng",)
     lacking = ("GLIBCXX_3.4.30 of libstdc++.so.6, needed by libtorch_cpu.so",)
-    assert cause(changed(no_torch_run(healthy()), torch_libraries__unresolved=lacking)) == "L12"
-    assert find("L12", changed(healthy(), torch_libraries__unresolved=lacking)) is None
+    assert cause(with_facts(no_torch_run(healthy()), torch_libraries__unresolved=lacking)) == "L12"
+    assert find("L12", with_facts(healthy(), torch_libraries__unresolved=lacking)) is None
 
 
 def test_mkl_newer_than_torch_supports() -> None:
@@ -277,16 +286,16 @@ def test_windows_cannot_load_a_dll() -> None:
         "OSError: [WinError 126] The specified module could not be found. "
         'Error loading "C:\\venv\\torch\\lib\\fbgemm.dll" or one of its dependencies.'
     )
-    windows = changed(unimportable(healthy(), error), platform__system="Windows")
+    windows = with_facts(unimportable(healthy(), error), platform__system="Windows")
     assert cause(windows) == "L10"
     assert "vc_redist" in finding_of("L10", windows).fix[0]
-    old = changed(windows, torch__installs=(replace(install("2.4.0+cu124", "12.4"), dist_version="2.4.0"),))
+    old = with_facts(windows, torch__installs=(replace(install("2.4.0+cu124", "12.4"), dist_version="2.4.0"),))
     assert any("torch>=2.4.1" in line for line in finding_of("L10", old).fix)
 
 
 def test_windows_loaded_a_dll_from_path() -> None:
-    windows = changed(failing(healthy(), "kernel", "RuntimeError: boom"), platform__system="Windows")
-    other = changed(windows, torch_run__libraries=("C:\\cuda\\bin\\cudart64_12.dll",))
+    windows = with_facts(failing(healthy(), "kernel", "RuntimeError: boom"), platform__system="Windows")
+    other = with_facts(windows, torch_run__libraries=("C:\\cuda\\bin\\cudart64_12.dll",))
     assert finding_of("L11", other).title.startswith("probably: ")
     assert find("L11", windows) is None
-    assert find("L11", changed(other, platform__system="Linux")) is None
+    assert find("L11", with_facts(other, platform__system="Linux")) is None

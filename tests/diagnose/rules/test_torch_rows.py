@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.diagnose.machines import bare, changed, cuda_gpu, healthy, install
+from tests.diagnose.machines import cuda_gpu, healthy, install, with_facts, without_gpu
 from tests.diagnose.rules.machine_rows import alarms
 from tests.diagnose.rules.torch_rows import FAULTLESS
 from tests.each import each
@@ -27,11 +27,14 @@ CPU = "--index-url https://download.pytorch.org/whl/cpu"
     ("machine", "expected"),
     [
         (healthy(), "install torch==2.13.0"),
-        (bare(), "install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"),
+        (without_gpu(), "install --force-reinstall torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"),
         (FAULTLESS["no GPU, CUDA build"], "install --force-reinstall torch==2.13.0"),
-        (changed(bare(), torch=Torch(installs=(install("2.99.0+cu999"),))), f"install --force-reinstall torch {CPU}"),
-        (changed(bare(), torch=Torch(installs=())), f"install --force-reinstall torch {CPU}"),
-        (changed(healthy(), torch=Torch(installs=(install("nonsense"),))), "install torch=="),
+        (
+            with_facts(without_gpu(), torch=Torch(installs=(install("2.99.0+cu999"),))),
+            f"install --force-reinstall torch {CPU}",
+        ),
+        (with_facts(without_gpu(), torch=Torch(installs=())), f"install --force-reinstall torch {CPU}"),
+        (with_facts(healthy(), torch=Torch(installs=(install("nonsense"),))), "install torch=="),
     ],
 )
 def test_reinstall_keeps_a_known_release(machine: Machine, expected: str) -> None:
@@ -39,7 +42,7 @@ def test_reinstall_keeps_a_known_release(machine: Machine, expected: str) -> Non
 
 
 def test_reinstall_chooses_a_build_that_supports_the_card() -> None:
-    pascal = changed(healthy(), driver__cuda__gpus=(cuda_gpu(0, "P", (6, 1)),), driver__nvml__gpus=())
+    pascal = with_facts(healthy(), driver__cuda__gpus=(cuda_gpu(0, "P", (6, 1)),), driver__nvml__gpus=())
     assert any(
         "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in line for line in Case(pascal).reinstall
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tests.diagnose.machines import (
     LIB,
-    bare,
-    card,
-    changed,
     healthy,
     in_container,
     in_slurm,
     in_wsl,
     library,
     no_torch_run,
+    pci_gpu,
+    with_facts,
+    without_gpu,
 )
 from tests.each import each
 
@@ -27,7 +27,7 @@ ENVIRONMENTS = {"host": lambda machine: machine, "docker": in_container, "slurm"
 
 def without_answers(machine: Machine) -> Machine:
     """The machine whose driver and torch gave no answer, since no child could be started."""
-    return changed(
+    return with_facts(
         machine,
         driver__cuda=Cuda(NOT_STARTED),
         driver__nvml=Nvml(NOT_STARTED),
@@ -38,7 +38,7 @@ def without_answers(machine: Machine) -> Machine:
 
 def no_child_started(machine: Machine) -> Machine:
     """The machine on which no child could be started, and nothing is known about running torch."""
-    return changed(without_answers(machine), torch_run=TorchRun(NOT_STARTED))
+    return with_facts(without_answers(machine), torch_run=TorchRun(NOT_STARTED))
 
 
 def alarms(machine: Machine) -> list[str]:
@@ -63,7 +63,7 @@ def test_only_x13_is_reported_where_no_child_can_start(environment: str) -> None
 
 
 def test_error_in_our_own_probe_is_reported_too() -> None:
-    machine = changed(no_child_started(healthy()), driver__cuda=Cuda(), problems={"cuda": "KeyError: 'capability'"})
+    machine = with_facts(no_child_started(healthy()), driver__cuda=Cuda(), problems={"cuda": "KeyError: 'capability'"})
     assert finding_of("X13", machine).evidence[0] == "the CUDA driver was not asked: KeyError: 'capability'"
 
 
@@ -76,12 +76,12 @@ def test_report_says_that_the_state_is_unknown_and_why() -> None:
 
 
 def test_cause_proven_by_files_is_still_reported() -> None:
-    machine = changed(
+    machine = with_facts(
         no_child_started(healthy()),
-        hardware=Hardware(pci=(card(0x2684, "nouveau"),)),
-        kernel=bare().kernel,
-        nodes=bare().nodes,
-        driver__libraries=bare().driver.libraries,
+        hardware=Hardware(pci=(pci_gpu(0x2684, "nouveau"),)),
+        kernel=without_gpu().kernel,
+        nodes=without_gpu().nodes,
+        driver__libraries=without_gpu().driver.libraries,
     )
     diagnosis = judge_machine(machine)
     assert alarms(machine) == ["K04"]
@@ -89,19 +89,19 @@ def test_cause_proven_by_files_is_still_reported() -> None:
 
 
 def test_torch_not_run_is_a_warning_where_the_driver_answers_or_there_is_no_gpu() -> None:
-    for machine in (changed(healthy(), torch_run=TorchRun(NOT_STARTED)), no_child_started(bare())):
+    for machine in (with_facts(healthy(), torch_run=TorchRun(NOT_STARTED)), no_child_started(without_gpu())):
         assert judge_machine(machine).status == "degraded"
         assert finding_of("X13", machine).title == "torch could not be run, so whether it works is unknown"
 
 
-@each("machine", [no_torch_run(healthy()), no_torch_run(bare()), without_answers(bare()), Machine()])
+@each("machine", [no_torch_run(healthy()), no_torch_run(without_gpu()), without_answers(without_gpu()), Machine()])
 def test_probes_that_were_not_requested_are_not_reported(machine: Machine) -> None:
-    not_requested = changed(machine, torch_run__answer=ChildAnswer())
+    not_requested = with_facts(machine, torch_run__answer=ChildAnswer())
     assert "X13" not in alarms(not_requested)
 
 
 def test_working_torch_is_enough_without_answers_of_the_driver() -> None:
-    machine = changed(healthy(), driver__cuda=Cuda(NOT_STARTED), driver__nvml=Nvml(NOT_STARTED))
+    machine = with_facts(healthy(), driver__cuda=Cuda(NOT_STARTED), driver__nvml=Nvml(NOT_STARTED))
     assert judge_machine(machine).status == "ok"
 
 
@@ -116,7 +116,7 @@ def test_working_torch_is_enough_without_answers_of_the_driver() -> None:
     ],
 )
 def test_fix_depends_on_the_reason(reason: str, line: str) -> None:
-    machine = changed(
+    machine = with_facts(
         no_child_started(healthy()), driver__cuda=Cuda(ChildAnswer("unasked", reason)), torch_run=TorchRun()
     )
     assert line in finding_of("X13", machine).fix
@@ -128,12 +128,12 @@ STEPS = (Step("import", ok=True), Step("available", ok=False, error="SIGSEGV in 
 
 def crashing(lib: Library) -> Machine:
     run = TorchRun(ChildAnswer("crashed", "SIGSEGV in available"), "2.13.0+cu130", steps=STEPS)
-    return changed(bare(), driver__libraries__cuda=(lib,), driver__cuda=Cuda(CRASHED), torch_run=run)
+    return with_facts(without_gpu(), driver__libraries__cuda=(lib,), driver__cuda=Cuda(CRASHED), torch_run=run)
 
 
 def test_fix_does_not_reinstall_torch_where_the_driver_crashes_without_it() -> None:
     machine = crashing(Library("libcuda.so.1", "/opt/shim/libcuda.so.1", via="LD_LIBRARY_PATH", kind="other"))
-    machine = changed(machine, variables__values={"LD_LIBRARY_PATH": "/opt/shim:/opt/x"})
+    machine = with_facts(machine, variables__values={"LD_LIBRARY_PATH": "/opt/shim:/opt/x"})
     finding = finding_of("X11", machine)
     assert "also without torch: the CUDA driver crashed: SIGSEGV in cuInit" in finding.evidence
     assert "libcuda.so.1 is /opt/shim/libcuda.so.1, found through LD_LIBRARY_PATH" in finding.evidence
@@ -143,7 +143,7 @@ def test_fix_does_not_reinstall_torch_where_the_driver_crashes_without_it() -> N
 
 def test_fix_unsets_ld_preload_or_blames_the_drivers_library() -> None:
     preloaded = crashing(Library("libcuda.so.1", "/opt/shim/libcuda.so.1", via="LD_PRELOAD", kind="other"))
-    assert "$ unset LD_PRELOAD" in finding_of("X11", changed(preloaded, variables__values={"LD_PRELOAD": "x"})).fix
+    assert "$ unset LD_PRELOAD" in finding_of("X11", with_facts(preloaded, variables__values={"LD_PRELOAD": "x"})).fix
     of_driver = finding_of("X11", crashing(library("libcuda.so.1")))
     assert of_driver.evidence[-1] == f"libcuda.so.1 is {LIB}/libcuda.so.1, found through ld.so.cache"
     assert of_driver.fix[0].startswith("The driver's library crashes, not torch")

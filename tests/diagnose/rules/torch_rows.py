@@ -8,13 +8,13 @@ from typing import Any
 from tests.diagnose.machines import (
     ANSWERED,
     STEPS,
-    bare,
-    changed,
     healthy,
     in_container,
     in_slurm,
     in_wsl,
     no_torch_run,
+    with_facts,
+    without_gpu,
 )
 from tests.diagnose.rules.machine_rows import finding_of as any_finding_of
 
@@ -37,10 +37,10 @@ FAULTLESS: dict[str, Machine] = {
     "container": in_container(healthy()),
     "slurm": in_slurm(healthy()),
     "wsl": in_wsl(healthy()),
-    "no GPU, CPU build": bare(),
-    "no GPU, torch not run": no_torch_run(bare()),
-    "no GPU, CUDA build": changed(
-        bare(),
+    "no GPU, CPU build": without_gpu(),
+    "no GPU, torch not run": no_torch_run(without_gpu()),
+    "no GPU, CUDA build": with_facts(
+        without_gpu(),
         torch=healthy().torch,
         torch_libraries=healthy().torch_libraries,
         torch_run=TorchRun(
@@ -69,7 +69,7 @@ def finding_of(code: str, machine: Machine, severity: str = "error") -> Finding:
 
 
 def with_variables(machine: Machine, **values: str) -> Machine:
-    return changed(machine, variables__values={**machine.variables.values, **values})
+    return with_facts(machine, variables__values={**machine.variables.values, **values})
 
 
 def unimportable(machine: Machine, error: str) -> Machine:
@@ -82,7 +82,7 @@ def failing(machine: Machine, name: str, error: str, **facts: Any) -> Machine:
     """The machine on which torch passes all steps before ``name``, which raises."""
     steps = [Step(passed, ok=True) for passed in STEPS[: STEPS.index(name)]]
     run = replace(machine.torch_run, steps=(*steps, Step(name, ok=False, error=error)))
-    return changed(replace(machine, torch_run=run), **facts)
+    return with_facts(replace(machine, torch_run=run), **facts)
 
 
 def crashed_or_hung(machine: Machine, state: Any, detail: str, step: str = "import") -> Machine:
@@ -94,7 +94,7 @@ def crashed_or_hung(machine: Machine, state: Any, detail: str, step: str = "impo
 
 def without_torch(machine: Machine) -> Machine:
     """The machine whose Python has no torch."""
-    return changed(
+    return with_facts(
         unimportable(machine, "ModuleNotFoundError: No module named 'torch'"),
         torch=Torch(installs=()),
         torch_libraries=TorchLibraries(),
@@ -103,11 +103,11 @@ def without_torch(machine: Machine) -> Machine:
 
 def works_without(machine: Machine, *variables: str) -> Machine:
     """The machine on which an experiment showed that the driver works without some variables."""
-    return changed(machine, driver__experiments=(Experiment(variables, healthy().driver.cuda),))
+    return with_facts(machine, driver__experiments=(Experiment(variables, healthy().driver.cuda),))
 
 
 def amd(detail: str = "gfx1100", *, integrated: bool = False) -> Machine:
     """A machine with an AMD card, its compute driver, and a CPU build of torch."""
     gpu = Accelerator("rocm", "Radeon", detail, usable=True, integrated=integrated)
     card = PciDevice("0000:03:00.0", 0x1002, 0x744C, 0x030000, "amdgpu", "D0")
-    return changed(bare(), accelerators=(gpu,), hardware__pci=(card,))
+    return with_facts(without_gpu(), accelerators=(gpu,), hardware__pci=(card,))

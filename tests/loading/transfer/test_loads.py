@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests import forks
-from tests.loading.equal import same
+from tests.loading.equal import assert_same
 from torch import nn
 
 import transload
@@ -76,7 +76,7 @@ def lane_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_load_with_threads_equals_torch_load(
     threads: int, options: dict[str, Any], saved: Path, lane_counts: list[int]
 ) -> None:
-    same(torch.load(saved), transload.load(saved, threads=threads, **options))
+    assert_same(torch.load(saved), transload.load(saved, threads=threads, **options))
     assert lane_counts == [threads]
 
 
@@ -84,7 +84,7 @@ def test_default_number_of_threads_is_the_number_of_cores(
     saved: Path, lane_counts: list[int], set_cores: Callable[[int], None]
 ) -> None:
     set_cores(3)
-    same(torch.load(saved), transload.load(saved, direct=False))
+    assert_same(torch.load(saved), transload.load(saved, direct=False))
     assert lane_counts == [3]
 
 
@@ -93,21 +93,21 @@ def test_other_formats_and_sources_load_with_threads(form: str, saved: Path, tmp
     path = tmp_path / "x"
     if form == "legacy":
         torch.save(content(), path, _use_new_zipfile_serialization=False)
-        same(torch.load(path), transload.load(path, threads=3))
+        assert_same(torch.load(path), transload.load(path, threads=3))
     elif form == "safetensors":
         tensors = {"a": torch.randn(LONG), "b": torch.randn(3, LONG), "c": torch.ones(3)}
         save_file(tensors, path)
         loaded = transload.load(path, threads=3)
         assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     elif form == "bytes":
-        same(torch.load(saved), transload.load(saved.read_bytes(), threads=3))
+        assert_same(torch.load(saved), transload.load(saved.read_bytes(), threads=3))
     else:
         with saved.open("rb") as file:
-            same(torch.load(saved), transload.load(file, threads=3))
+            assert_same(torch.load(saved), transload.load(file, threads=3))
 
 
 def test_map_location_function_works_with_threads(saved: Path) -> None:
-    same(torch.load(saved), transload.load(saved, lambda storage, _: storage, threads=3))
+    assert_same(torch.load(saved), transload.load(saved, lambda storage, _: storage, threads=3))
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -129,7 +129,7 @@ def test_error_in_progress_callback_stops_the_load(threads: int, saved: Path) ->
 
     with pytest.raises(Stop):
         transload.load(saved, threads=threads, progress=stop)
-    same(torch.load(saved), transload.load(saved, threads=threads))
+    assert_same(torch.load(saved), transload.load(saved, threads=threads))
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -223,7 +223,7 @@ def test_file_replaced_during_load_still_loads_the_opened_one(saved: Path, tmp_p
                 other.replace(path)
             return super().items()
 
-    same(torch.load(saved), transload.load(path, ReplacingMap({"cuda:0": "cpu"}), threads=3, direct=True))
+    assert_same(torch.load(saved), transload.load(path, ReplacingMap({"cuda:0": "cpu"}), threads=3, direct=True))
 
 
 def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,11 +315,11 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
     monkeypatch.setattr(arrival.DeviceMap, "planned_device", lambda *_: "cuda:0")
     current_driver: Any = driver.cuda_driver()
     assert current_driver is cuda
-    same(torch.load(saved), transload.load(saved, threads=2))
+    assert_same(torch.load(saved), transload.load(saved, threads=2))
     cuda.fails["copy"] = [cuda.calls["copy"] + 3]
     with pytest.raises(TransloadError, match="copy was told to fail"):
         transload.load(saved, threads=2)
-    same(torch.load(saved), transload.load(saved, threads=2))
+    assert_same(torch.load(saved), transload.load(saved, threads=2))
 
 
 # -- systems other than Linux
