@@ -73,7 +73,7 @@ def test_another_cuda_version(data: Path, h200: Path) -> None:
 # -- CPU tensors mixed into a state dict break loading on a GPU
 
 
-def test_cpu_tensors_in_between(h200: Path) -> None:
+def test_state_dict_with_cpu_and_cuda_tensors(h200: Path) -> None:
     path = h200 / "mixed_cpu_cuda.pt"
     tags = {use.device for use in transload.inspect(path).devices}
     assert tags == {"cpu", "cuda:0"}
@@ -114,7 +114,7 @@ def test_saving_leaves_the_model_where_it_is(tmp_path: Path) -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
 
 
-def test_copies_by_name_write_what_is_tied_twice() -> None:
+def test_copies_by_name_write_tied_weights_twice() -> None:
     """``{name: tensor.cpu()}`` copies each tensor of another device; without a GPU, ``clone`` stands in for it."""
     tied = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100))
     tied[1].weight = tied[0].weight
@@ -136,7 +136,7 @@ def test_map_location_cpu_is_enough_for_tensors(h200: Path) -> None:
         assert torch.load(h200 / name, map_location="cpu")
 
 
-def test_map_location_cpu_is_not_enough_for_classes_that_are_not_here(h200: Path) -> None:
+def test_map_location_cpu_is_not_enough_for_missing_classes(h200: Path) -> None:
     with pytest.raises(AttributeError, match="Net"):
         torch.load(h200 / "whole_custom_module_cuda0.pt", map_location="cpu", weights_only=False)
 
@@ -164,7 +164,7 @@ def test_map_location_cpu_does_not_reach_devices_in_programs() -> None:
 # -- torch.load needs the same device as at save
 
 
-def test_the_same_device_as_at_save(h200: Path) -> None:
+def test_load_needs_map_location_not_the_same_device(h200: Path) -> None:
     path = h200 / "state_dict_cuda1.pt"
     with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
         torch.load(path)
@@ -205,7 +205,7 @@ def test_the_toolkit_must_match(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         cpp_extension._check_cuda_version("g++", torch.torch_version.TorchVersion("11.0"))
 
 
-def test_a_toolkit_of_another_version_is_not_asked(tmp_path: Path) -> None:
+def test_toolkit_of_another_version_is_not_run(tmp_path: Path) -> None:
     """Importing and using torch with a toolkit in CUDA_HOME and first on PATH does not run its nvcc."""
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.parent.mkdir()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tests.diagnose.fleet import ODDITIES, document, node, other_driver, server, variable
 from tests.diagnose.machines import cuinit_fails, with_facts, without_gpu
-from tests.diagnose.rules.machine_rows import with_gpu
+from tests.diagnose.rules.rule_helpers import with_gpu
 from tests.each import each
 
 from transload.cli.main import main

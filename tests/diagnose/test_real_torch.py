@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.diagnose.scenarios import STUBS, Scenario, cuda_scenarios, make_host, named, probe_host
-from tests.diagnose.true_torch import (
+from tests.diagnose.real_torch import (
     CUDA,
     CUDA_NUMBER,
     MAJOR,
@@ -24,6 +23,7 @@ from tests.diagnose.true_torch import (
     skip_reason,
     start_torch,
 )
+from tests.diagnose.scenarios import STUBS, Scenario, cuda_scenarios, make_host, named, probe_host
 from tests.elf_forge import NATIVE, library
 from tests.fake_driver import fake_libcuda, fake_nvml, fills, returns, u32
 

@@ -16,7 +16,7 @@ from tests.diagnose.machines import (
     with_facts,
     without_gpu,
 )
-from tests.diagnose.rules.machine_rows import (
+from tests.diagnose.rules.rule_helpers import (
     alarms,
     cause,
     causes,

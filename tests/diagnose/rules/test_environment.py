@@ -17,8 +17,8 @@ from tests.diagnose.machines import (
     with_facts,
     without_gpu,
 )
-from tests.diagnose.rules.machine_rows import alarms, cause, find
-from tests.diagnose.rules.torch_rows import FAULTLESS, amd, failing, finding_of, with_variables, works_without
+from tests.diagnose.rules.rule_helpers import alarms, cause, find
+from tests.diagnose.rules.torch_machines import FAULTLESS, amd, failing, finding_of, with_variables, works_without
 from tests.each import each
 
 from transload.machine import Accelerator, Driver, Experiment, Machine, Torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.diagnose.machines import healthy, with_facts, without_gpu
-from tests.diagnose.rules.machine_rows import alarms, find
-from tests.diagnose.rules.torch_rows import finding_of
+from tests.diagnose.rules.rule_helpers import alarms, find
+from tests.diagnose.rules.torch_machines import finding_of
 from tests.each import each
 
 from transload.machine import ExtensionPackage, Machine, Toolkit, Torch, TorchRun

@@ -18,8 +18,8 @@ from tests.diagnose.machines import (
     with_facts,
     without_gpu,
 )
-from tests.diagnose.rules.machine_rows import alarms, cause, find
-from tests.diagnose.rules.torch_rows import failing, finding_of, with_variables
+from tests.diagnose.rules.rule_helpers import alarms, cause, find
+from tests.diagnose.rules.torch_machines import failing, finding_of, with_variables
 from tests.each import each
 
 from transload.diagnose.tables import index_builds, numbers_of, releases

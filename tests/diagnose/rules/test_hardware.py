@@ -14,7 +14,7 @@ from tests.diagnose.machines import (
     with_facts,
     without_gpu,
 )
-from tests.diagnose.rules.machine_rows import (
+from tests.diagnose.rules.rule_helpers import (
     alarms,
     cause,
     driver_not_loaded,

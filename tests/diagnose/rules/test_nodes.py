@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.diagnose.machines import cuinit_fails, healthy, in_container, in_wsl, with_facts, without_gpu
-from tests.diagnose.rules.machine_rows import (
+from tests.diagnose.rules.rule_helpers import (
     cause,
     causes,
     find,

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.diagnose.machines import healthy, in_container, install, no_torch_run, with_facts, without_gpu
-from tests.diagnose.rules.machine_rows import alarms, cause, find
-from tests.diagnose.rules.torch_rows import amd, finding_of, with_variables, without_torch
+from tests.diagnose.rules.rule_helpers import alarms, cause, find
+from tests.diagnose.rules.torch_machines import amd, finding_of, with_variables, without_torch
 from tests.each import each
 
 from transload.machine import Accelerator, ChildAnswer, Cuda, Machine, Node, PciDevice, Torch

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.diagnose.machines import SITE, healthy, install, no_torch_run, with_facts, without_gpu
-from tests.diagnose.rules.machine_rows import alarms, cause, find
-from tests.diagnose.rules.torch_rows import finding_of, unimportable, with_variables, without_torch
+from tests.diagnose.rules.rule_helpers import alarms, cause, find
+from tests.diagnose.rules.torch_machines import finding_of, unimportable, with_variables, without_torch
 from tests.each import each
 
 from transload.diagnose.report import chain, judge_machine

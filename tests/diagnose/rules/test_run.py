@@ -16,8 +16,8 @@ from tests.diagnose.machines import (
     with_facts,
     without_gpu,
 )
-from tests.diagnose.rules.machine_rows import alarms, cause, find
-from tests.diagnose.rules.torch_rows import amd, crashed_or_hung, failing, finding_of, unimportable, with_variables
+from tests.diagnose.rules.rule_helpers import alarms, cause, find
+from tests.diagnose.rules.torch_machines import amd, crashed_or_hung, failing, finding_of, unimportable, with_variables
 from tests.each import each
 
 from transload.diagnose.report import judge_machine

@@ -17,8 +17,8 @@ from tests.diagnose.machines import (
     with_facts,
     without_gpu,
 )
-from tests.diagnose.rules.machine_rows import alarms, cause, find
-from tests.diagnose.rules.torch_rows import finding_of, unimportable, with_variables
+from tests.diagnose.rules.rule_helpers import alarms, cause, find
+from tests.diagnose.rules.torch_machines import finding_of, unimportable, with_variables
 from tests.each import each
 
 from transload.machine import Driver, Hardware, Machine, Step, Torch, TorchRun

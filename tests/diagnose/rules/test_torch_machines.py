@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.diagnose.machines import cuda_gpu, healthy, install, with_facts, without_gpu
-from tests.diagnose.rules.machine_rows import alarms
-from tests.diagnose.rules.torch_rows import FAULTLESS
+from tests.diagnose.rules.rule_helpers import alarms
+from tests.diagnose.rules.torch_machines import FAULTLESS
 from tests.each import each
 
 from transload.diagnose.case import Case

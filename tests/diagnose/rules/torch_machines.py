@@ -16,7 +16,7 @@ from tests.diagnose.machines import (
     with_facts,
     without_gpu,
 )
-from tests.diagnose.rules.machine_rows import finding_of as any_finding_of
+from tests.diagnose.rules.rule_helpers import finding_of as any_finding_of
 
 from transload.findings import Finding
 from transload.machine import (
