@@ -191,6 +191,15 @@ def test_closed_pipe_exits_quietly_with_141(checkpoint_path: str, flags: list[st
     assert (result.returncode, result.stderr) == (141, b"")
 
 
+def test_indices_of_a_sparse_tensor_are_not_counted_as_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"s": torch.eye(4).to_sparse()}, tmp_path / "a.pt")
+    assert main(["inspect", str(tmp_path / "a.pt")]) == 0
+    assert "int64 64 B · float32 1 tensor, 16 B" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="file names on Windows are always text")
 def test_undecodable_file_name_is_escaped(program: Transload, tmp_path: Path) -> None:
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff\x1b[2J.pt")

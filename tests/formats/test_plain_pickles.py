@@ -300,6 +300,12 @@ def test_files_of_cloudpickle_and_dill(package: str, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[key], weights[key]) for key in weights)
 
 
+def test_pickle_that_is_not_a_checkpoint_gets_no_advice_on_trust() -> None:
+    """``transload.load`` does not read it either, with trust or without."""
+    checkpoint = inspect(pickle.dumps({"array": np.arange(3.0)}, 4))
+    assert [finding.code for finding in checkpoint.findings] == ["not-a-checkpoint"]
+
+
 def test_advice_for_a_plain_pickle_names_transload_load() -> None:
     values = {"w": torch.ones(2), "anchors": np.arange(3, dtype=np.float32)}
     finding = {finding.code: finding for finding in inspect(pickle.dumps(values)).findings}["needs-trust"]

@@ -41,8 +41,11 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     foreign = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
     foreign = foreign or any(pickle.rare for pickle in checkpoint.pickles if pickle.main)
     names = _judge_pickles(checkpoint.pickles, "transload.load" if foreign else "torch.load")
-    # Names need not be allowed in formats that torch.load does not read.
-    findings = [f for f in names.findings if f.code != "needs-trust" or checkpoint.format not in _NOT_LOADED]
+    # Names need not be allowed in formats that torch.load does not read. That transload.load makes plain values without
+    # trust is not true of a file that it does not read either.
+    unread = names.as_data and any(problem.code == "not-a-checkpoint" for problem in checkpoint.problems)
+    trusted = unread or checkpoint.format in _NOT_LOADED
+    findings = [f for f in names.findings if f.code != "needs-trust" or not trusted]
     forced: Safety = "data-only"
     if checkpoint.problems:
         from transload.judge.problems import judge_problems

@@ -141,7 +141,11 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
         ("dtypes", checkpoint.dtypes),
     ):
         shown = [
-            ((printable(name, 40), ""), (f" {plural(tensors, 'tensor')}, {size(nbytes)}", "dim"))
+            # no tensor: only parts of one, such as the indices of a sparse tensor
+            (
+                (printable(name, 40), ""),
+                (f" {plural(tensors, 'tensor')}, {size(nbytes)}" if tensors else f" {size(nbytes)}", "dim"),
+            )
             for name, tensors, nbytes in uses[:_ITEMS]
         ]
         out[label] = _listed(shown, len(uses) - _ITEMS)
