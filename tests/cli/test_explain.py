@@ -108,6 +108,12 @@ def test_argument_may_be_the_text_itself(text: str, capsys: pytest.CaptureFixtur
     assert "The file is cut off" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("text", ["KeyError: 'model_state_dict'", "NCCL timeout"])
+def test_argument_with_a_space_is_the_text_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--no-checks", text]) == 1
+    assert text in capsys.readouterr().out
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows only reports that permission is denied")
 def test_folder_is_an_error_that_suggests_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(tmp_path)]) == 2

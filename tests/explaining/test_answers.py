@@ -136,9 +136,25 @@ def test_harmless_global_can_be_allowed() -> None:
     assert "weights_only=False is not the fix" in result.wrong
 
 
+def test_numpy_1_global_is_allowed_under_both_names() -> None:
+    """numpy 2 has it in ``numpy._core``, and torch looks for the name in the file."""
+    old = "numpy.core.multiarray.scalar"
+    result = answer(GLOBAL.format(old))
+    assert f'| torch.serialization.add_safe_globals([(numpy._core.multiarray.scalar, "{old}")])' in result.fix
+
+
+@pytest.mark.parametrize(("name", "itself"), [("numpy._core.multiarray.scalar", True), ("__main__.Config", False)])
+def test_name_that_transload_makes_itself_needs_no_trust(name: str, itself: bool) -> None:
+    text = full_text(GLOBAL.format(name))
+    assert ("this name needs no trust there" in text) == itself
+    assert "transload inspect FILE lists all such names" in text
+    assert "transload check FILE" not in text
+
+
 def test_invalid_identifier_is_not_put_into_code() -> None:
     result = answer(GLOBAL.format("a.b]);evil([c"))
     assert "| torch.serialization.add_safe_globals([TheClass])" in result.fix
+    assert not any("evil" in line for line in answer(GLOBAL.format("numpy.core.multiarray.B]);evil([C")).fix)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +243,46 @@ def test_out_of_memory_blames_neither_the_file_nor_the_driver() -> None:
     assert answer("torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)").code
 
 
+MEMORY = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 15.77 GiB of "
+    "which 9.88 MiB is free. {}Of the allocated memory 12.61 GiB is allocated by PyTorch, and {} is reserved by "
+    "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+HERE = "Including non-PyTorch memory, this process has 15.75 GiB memory in use. "
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reserved", "fragmented"),
+    [
+        ("20.00 MiB", "29.58 MiB", False),
+        ("512.00 MiB", "3.02 GiB", True),
+        ("2.00 GiB", "2.00 GiB", True),
+        ("2.00 GiB", "900.00 MiB", False),
+        ("2.00 MiB", "512 bytes", False),
+        ("1.2.3 GiB", "1..2 GiB", False),
+    ],
+)
+def test_unused_reserved_memory_is_called_fragmented(wanted: str, reserved: str, fragmented: bool) -> None:
+    result = answer(MEMORY.format(wanted, HERE, reserved))
+    assert ("fragmented" in result.cause) == fragmented
+    assert ("$ export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in result.fix) == fragmented
+    assert wanted in result.cause
+
+
+def test_memory_of_another_process_is_named() -> None:
+    other = "Process 4242 has 9.62 GiB memory in use. "
+    assert "another process holds memory" in answer(MEMORY.format("2.00 GiB", other + HERE, "1.00 GiB")).cause
+    assert "another process" not in answer(MEMORY.format("2.00 GiB", HERE, "1.00 GiB")).cause
+    # In a container this process has another number than the driver reports.
+    assert "in a container" in answer(MEMORY.format("2.00 GiB", other, "1.00 GiB")).cause
+    texts = MEMORY.format("2.00 GiB", HERE, "1.00 GiB"), MEMORY.format("3.00 GiB", other + HERE, "4.00 GiB")
+    first, second = transload.explain(("\n" + "step 1\n" * 200).join(texts), checks=False).answers
+    assert "another process" not in first.cause
+    assert "fragmented" in second.cause
+    assert "another process" in second.cause
+
+
 def test_getattr_is_not_called_an_attack() -> None:
     """Python itself uses it to pickle methods, nested classes and enumerations."""
     text = full_text(
@@ -254,6 +310,29 @@ def test_orig_mod_in_the_middle_of_keys_is_recognized() -> None:
     )
     assert "'_orig_mod.' in their middle" in text
     assert 'k.replace("_orig_mod.", "")' in text
+
+
+SHAPES = "\tsize mismatch for {}: copying a param with shape torch.Size([2]) from checkpoint, the shape in current "
+KEYS = (
+    "RuntimeError: Error(s) in loading state_dict for Net:\n"
+    '\tMissing key(s) in state_dict: "a.weight". \n\tUnexpected key(s) in state_dict: "{}a.weight". \n'
+)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
+def test_prefix_and_other_shapes_are_both_reported(prefix: str) -> None:
+    alone, both = KEYS.format(prefix), KEYS.format(prefix) + SHAPES.format("b.weight") + "\n" + SHAPES.format("b.bias")
+    assert f"begin with '{prefix}'" in answer(both).cause
+    assert "tensors of another shape: 2" in answer(both).cause
+    assert "transload.load_into(model, path, ignore_mismatched_sizes=True)" in full_text(both)
+    assert "shape" not in full_text(alone)
+    assert "transload.load_into(model, path) finds prefixes" in full_text(alone)
+
+
+@pytest.mark.parametrize("start", ["Error(s) in loading state_dict for Net:\n\t", "RuntimeError: "])
+def test_other_shapes_can_be_ignored_by_load_into(start: str) -> None:
+    text = f"{start}{SHAPES.format('fc.weight').strip()} model is torch.Size([3])."
+    assert "transload.load_into(model, path, ignore_mismatched_sizes=True)" in full_text(text)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,16 @@ def test_python_without_torch_is_the_cause_of_module_not_found() -> None:
     assert (answer.machine.code, answer.machine.fits) == ("P01", True)
 
 
+def test_system_python_that_forbids_pip_gets_no_pip_command() -> None:
+    facts = {"python__externally_managed": True, "python__executable": "/usr/bin/python3"}
+    machine = with_facts(without_torch(healthy()), **facts, python__others=("/opt/python: torch 2.8.0",))
+    shown = str(explained("ModuleNotFoundError: No module named 'torch'", machine))
+    assert "$ .venv/bin/python -m pip install" in shown
+    assert "python3 -m pip" not in shown
+    assert "$ python -m pip" not in shown
+    assert "in this one" not in shown
+
+
 def test_driver_fault_is_found_without_torch() -> None:
     text = "RuntimeError: CUDA error: system not yet initialized"
     (answer,) = explained(text, without_torch(cuinit_fails(healthy(), 802))).answers

@@ -13,7 +13,9 @@ import transload
 from transload.cli.main import COMMANDS
 from transload.diagnose.rules import BY_CODE as DOCTOR
 from transload.explaining import Answer, hooks
-from transload.explaining.matching import KnownError, Page, known_errors, variant
+from transload.explaining import _answers as merged
+from transload.explaining.logs import FlatText, Line
+from transload.explaining.matching import KnownError, Page, beginning, known_errors, variant
 from transload.explaining.matching import _pages as pages
 from transload.explaining.matching import _parsed as parsed
 
@@ -49,6 +51,53 @@ def test_wording_is_found_without_its_last_full_stop() -> None:
 
 def is_exception(wording: Wording) -> bool:
     return re.match(r"[\w.]+(?:Error|Exception): ", wording.text) is not None
+
+
+BEGINNINGS = {
+    "CUDA out of memory": "gpu-memory-full",
+    "RuntimeError: CUDA out of memory.": "gpu-memory-full",
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate": "gpu-memory-full",
+    "cuda out of memory. tried to allocate 2.00": "gpu-memory-full",
+    "Watchdog caught collective operation timeout": "collective-timeout",
+    "Missing key(s) in state_dict": "state-dict-keys",
+    "Unexpected key(s) in state_dict:": "state-dict-keys",
+    "size mismatch for fc.weight": "state-dict-shape",
+    "no kernel image is available": "no-kernel-image",
+    "weights only load failed": "weights-only",
+    "'dict' object has no attribute 'to'": "state-dict-is-no-model",
+    "'dict' object has no attribute 'cuda'": "state-dict-is-no-model",
+    "AttributeError: 'dict' object has no attribute 'eval'": "state-dict-is-no-model",
+    "AttributeError: 'dict' object has no attribute 'parameters'": "state-dict-is-no-model",
+    "'dict' object has no attribute 'state_dict'": "state-dict-is-no-model",
+}
+
+
+def test_beginning_of_a_wording_is_found_as_the_whole_text() -> None:
+    def check(text: str) -> None:
+        (answer,) = answers(text)
+        assert answer.code == BEGINNINGS[text]
+        assert_complete(answer)
+
+    for_each(BEGINNINGS, check)
+    assert dict(answers("size mismatch for fc.weight")[0].values) == {"name": "fc.weight"}
+
+
+def test_beginning_that_other_programs_print_too_is_not_found() -> None:
+    general = ("No such file or directory", "'NoneType' object has no attribute", "Failed to import", "out of memory")
+    for text in (*general, "CUDA out of", "step 1\nCUDA out of memory\nstep 2", "size mismatch"):
+        assert codes(text) == [], text
+
+
+def test_every_beginning_gets_a_complete_answer() -> None:
+    """Also if it ends before the values that the answer names."""
+
+    def check(text: str) -> None:
+        words = text.split()
+        for count in {3, len(words) // 2}:
+            for answer, _ in merged(beginning([], [FlatText([Line(1, " ".join(words[:count]))])])):
+                assert_complete(answer)
+
+    for_each([known.says[0].shown for known in KNOWN], check)
 
 
 def test_exception_is_found_at_the_end_of_a_traceback() -> None:
@@ -132,6 +181,11 @@ SECTIONS = {
     "state-dict-keys/whole": KEYS.format("a", "epoch"),
     "state-dict-keys/whole-named": KEYS.format("a", "state_dict"),
     "state-dict-keys/infix": KEYS.format("net.a", "net._orig_mod.a"),
+    "state-dict-is-no-model/moved": "AttributeError: 'dict' object has no attribute 'to'",
+    "gpu-memory-full/fragmented": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB. Of the allocated memory 14.61 GiB is "
+        "allocated by PyTorch, and 1.02 GiB is reserved by PyTorch but unallocated."
+    ),
     "safetensors-header-json/dtype": (
         "SafetensorError: Error while deserializing header: invalid JSON in header: unknown variant `F4`, expected"
     ),

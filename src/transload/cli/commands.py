@@ -111,7 +111,7 @@ def _read_log(path: str) -> tuple[bytes, bool]:
         return read_end(sys.stdin.buffer)
     except OSError as error:
         names_a_log = path.endswith((".txt", ".log", ".err", ".out")) and "\n" not in path and ": " not in path
-        if path.count(" ") > 1 and not names_a_log and not os.path.lexists(path):  # it is the text itself
+        if len(path.split()) > 1 and not names_a_log and not os.path.lexists(path):  # it is the text itself
             return path.encode("utf-8", "surrogateescape"), False
         fix = ""
         if isinstance(error, IsADirectoryError):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import TransloadError, UsageError
 from transload.explaining import hooks
 from transload.explaining.logs import LIMIT, ErrorChain, FlatText, flat, lines_of, split, unwrapped
-from transload.explaining.matching import ErrorMatch, Near, nearest, search, variant
+from transload.explaining.matching import ErrorMatch, Near, beginning, nearest, search, variant
 from transload.frozen import Plain, Reported, replace
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
@@ -181,7 +181,7 @@ def _explained(
     unexplained: Iterable[Unexplained] = ()
     if matched := _answers(found):
         unexplained = _unexplained(unknown)
-    elif matched := _answers(search(*split(lines_of(unwrapped(text))))[0]):
+    elif matched := _answers(search(*split(lines_of(unwrapped(text))))[0] or beginning(chains, loose)):
         numbered = False
     else:
         unexplained = _unexplained([*unknown, *framed], loose)
@@ -255,7 +255,7 @@ def _answer(found: ErrorMatch) -> Answer:
     fix = tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor)
     said, number = found.source.lines_at(found.start, found.end)
     main = known.code, known.role, cause, fix, wrong, said[:_LONGEST], number
-    kept = tuple((name, value) for name, value in found.values.items() if value)
+    kept = tuple((name, value) for name, value in found.values.items() if value.strip("…"))
     return Answer(*main, torch=known.torch, causes=known.doctor, values=kept)
 
 

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 Values = dict[str, str]
 Sections = Sequence[str]
 
+WITHOUT_BLANKS = ("gpu_memory", "state_dict_keys")
+"""Hooks that also work for the beginning of a message, which has no values in its blanks."""
+
 
 def device_index(values: Values) -> Sections:
     """How many devices there are, counted from 0."""
@@ -21,6 +24,21 @@ def device_index(values: Values) -> Sections:
     here = {0: "none", 1: f"one, {name}:0", 2: f"2, {name}:0 and {last}"}.get(count, f"{count}, {name}:0 to {last}")
     values |= {"here": here, "target": f"{name}:0" if count else "cpu"}
     return ()
+
+
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def gpu_memory(values: Values) -> Sections:
+    """Whether much memory is reserved but fragmented, and whether another process holds some."""
+    own = values["text"].partition("out of memory")[2].partition("out of memory")[0]  # without the next rank's error
+    if re.search(r"Process \d+ has ", own):
+        maybe = "" if "this process has" in own else ", or in a container this one under its number outside,"
+        values["others"] = f"; the text also says that another process{maybe} holds memory of that GPU"
+    sizes = re.findall(r"(?:allocate|and) (\d+(?:\.\d+)?) (bytes|[KMG]iB)(?:\.| is reserved by PyTorch but)", own)
+    wanted, *reserved = [float(number) * _UNITS[unit] for number, unit in sizes] or [0.0]
+    # A few unused MiB are always there: then the GPU is full.
+    return ("gpu-memory-full/fragmented",) if reserved and reserved[0] >= max(wanted, _UNITS["GiB"]) else ()
 
 
 # -- pickles
@@ -61,7 +79,7 @@ def class_name(values: Values) -> Sections:
 
 def refused_name(values: Values) -> Sections:
     """The name is dangerous, or was cut off with the file, or the user has to decide."""
-    from transload.judge.names import can_be_allowed, classify
+    from transload.judge.names import PLAIN_VALUES, can_be_allowed, classify
 
     full = values["name"]
     if full in ("getattr", "builtins.getattr", "__builtin__.getattr"):
@@ -76,6 +94,9 @@ def refused_name(values: Values) -> Sections:
         return ("name-not-allowed/not-data",)
     values["purpose"] = f" ({purpose})" if purpose and not purpose.startswith("not known") else ""
     values["call"] = full if all(part.isidentifier() for part in full.split(".")) else "TheClass"
+    if values["call"].startswith("numpy.core."):  # numpy 2 renamed it, and torch looks for the name in the file
+        values["call"] = f'({full.replace("core", "_core", 1)}, "{full}")'
+    values["loads"] = "needs no trust there" if full in PLAIN_VALUES else "must be allowed there, too"
     return ()
 
 
@@ -102,6 +123,10 @@ def state_dict_keys(values: Values) -> Sections:
         return _QUOTED.findall(found["names"]) if found else []
 
     missing, unexpected = names("Missing"), names("Unexpected")
+    shapes = set(re.findall(r"size mismatch for ([^\s:]+):", values["text"]))
+    if shapes:
+        values["ignoring"] = ", ignore_mismatched_sizes=True"
+        values["also"] = f" Besides, the model differs: tensors of another shape: {len(shapes):,}."
     values["prefix"], in_file = prefix_between(missing, unexpected)
     if values["prefix"]:
         return (f"state-dict-keys/prefix-in-{'file' if in_file else 'model'}",)
@@ -118,7 +143,7 @@ def state_dict_keys(values: Values) -> Sections:
     counted = (
         (missing, "names missing in the file"),
         (unexpected, "names that only the file has"),
-        (re.findall(r"size mismatch for ([^\s:]+):", values["text"]), "tensors of another shape"),
+        (shapes, "tensors of another shape"),
     )
     differences = [f"{words}: {len(found):,}" for found, words in counted if found]
     values["told"] = "; ".join(differences) or "names or shapes differ"

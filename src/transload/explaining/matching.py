@@ -33,6 +33,7 @@ from functools import cache, cached_property
 from math import fsum, log
 from typing import Any, NamedTuple
 
+from transload.explaining.hooks import WITHOUT_BLANKS
 from transload.explaining.logs import ErrorChain, FlatText, RaisedError
 from transload.findings import packaged
 from transload.frozen import Plain
@@ -378,6 +379,45 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Err
         if all(match.end <= other.start or other.end <= match.start for other in kept):
             kept.append(match)
     return sorted(kept, key=lambda match: match.start)
+
+
+# -- beginnings of messages
+
+_SHORTEST_BEGINNING = 16
+_TERMS = re.compile(r"cuda|nccl|gpu|torch|kernel|tensor|weight|state_dict|checkpoint|collective|mismatch for|pickle")
+"""What a beginning must name: that of ``No such file or directory: '…/.metadata'`` is printed by every program."""
+
+
+@cache
+def _lower_case() -> list[tuple[Page, str, str]]:
+    return [(page, said, Wording(said).shown.lower()) for page in _pages() for said in page.says]
+
+
+def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[ErrorMatch]:
+    """The known error of which a text of one line is the beginning, in upper or lower case: people cut and type them.
+
+    A last word that stands in a blank is its value; the other blanks get ``…``. There is no context to look at: words
+    that need one must speak for themselves.
+    """
+    lines = [text for text in loose if text.flat]
+    if any(chains) or len(lines) != 1 or len(lines[0].starts) != 1:
+        return []
+    said = re.sub(r"^[\w.]+(?:Error|Exception): ", "", lines[0].flat).rstrip(" .:…")
+    start, _, last = said.rpartition(" ")
+    found: list[ErrorMatch] = []
+    for begun, value in ((said.lower(), ""), (f"{start.lower()} …", last)):
+        if len(begun) < _SHORTEST_BEGINNING or not _TERMS.search(begun):
+            continue
+        pattern = re.compile(rf"(?:^{'' if value else '|…: '}){re.escape(begun)}(?!\w)")
+        for page, text, lower in _lower_case():
+            if begun in lower and pattern.search(lower):
+                known, wording = _parsed(page.text), Wording(text)
+                speaks = len(begun) >= _SPEAKS_FOR_ITSELF or not (known.context or known.place)
+                if speaks and known.hook in ("", *WITHOUT_BLANKS):
+                    values = dict.fromkeys(wording.pattern.groupindex, "…")
+                    values |= dict.fromkeys([*values][:1], value) if value else {}
+                    found.append(ErrorMatch(known, 0, len(said), values, wording.weight, lines[0], ""))
+    return sorted(found, key=lambda match: match.weight)[:1]  # the wording that has the least more to say
 
 
 # -- unknown messages
