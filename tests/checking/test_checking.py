@@ -27,10 +27,11 @@ from tests.diagnose.machines import (
 from tests.each import each, for_each, parametrize_groups
 from tests.schema import validate
 
-from transload.checking import Check, check
+from transload.checking import Check, check, several
 from transload.diagnose.probes import probe
 from transload.loading import load
 from transload.machine import Machine, Torch, Variables
+from transload.render.lines import as_text
 
 DATA = Path(__file__).parent.parent / "data"
 SCHEMA = Path(__file__).parent.parent.parent / "docs" / "check.schema.json"
@@ -106,6 +107,41 @@ BODIES = {
 def test_load_does_what_check_predicts_for_a_forged_file(title: str, tmp_path: Path, this_machine: Machine) -> None:
     path = saved(tmp_path, BODIES[title])
     assert valid(check(path, machine=this_machine)).ok == loads(path)
+
+
+def test_dangerous_file_beside_the_shards_is_reported_but_not_loaded(tmp_path: Path, this_machine: Machine) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model-00001-of-00001.bin")
+    index = {"metadata": {}, "weight_map": {"w": "model-00001-of-00001.bin"}}
+    (tmp_path / "model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / "evil.pt").write_bytes(forge.checkpoint(forge.pickled(forge.DANGEROUS)))
+    result = valid(check(tmp_path, machine=this_machine))
+    assert loads(tmp_path)
+    assert (result.ok, result.checkpoint.safety) == (True, "dangerous")
+    found = {finding.code: finding for finding in result.findings}["dangerous-globals"]
+    assert found.severity == "warning"
+    assert "evil.pt › data.pkl" in found.title
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    (tmp_path / "model-00001-of-00001.bin").write_bytes(forge.checkpoint(forge.pickled(forge.DANGEROUS)))
+    assert not check(tmp_path, machine=this_machine).ok
+    assert not loads(tmp_path)
+
+
+def test_arrays_that_load_leaves_out_are_counted_and_not_planned(tmp_path: Path, this_machine: Machine) -> None:
+    numpy = pytest.importorskip("numpy")
+    path = tmp_path / "a.npz"
+    numpy.savez(path, a=numpy.ones(3), s=numpy.array(["x", "y"]), o=numpy.array([None]))
+    with pytest.warns(UserWarning, match="left out"):
+        assert [*load(path)] == ["a"]
+    result = valid(check(path, machine=this_machine))
+    assert result.ok
+    assert [(move.tensors, move.nbytes) for move in result.plan.moves] == [(1, 24)]
+    assert "it loads without 2 of its 3 tensors, as said below" in str(result)
+    assert "loads in part" in as_text(several([result], 1))
+
+
+def test_table_has_the_sizes_of_files_as_that_of_inspect(tmp_path: Path) -> None:
+    (tmp_path / "page.pt").write_bytes(b"<html>" * 50)
+    assert "300 B" in as_text(several([check(tmp_path / "page.pt", machine=LAPTOP)], 1))
 
 
 def test_check_imports_neither_torch_nor_numpy() -> None:
@@ -389,6 +425,12 @@ def test_program_is_reported_with_its_loader() -> None:
     assert codes(result) == ["is-a-program"]
     assert "torch.jit.load" in result.findings[0].fix[0]
     assert "weights_only=True`` with TorchScript archives" in result.torch.text
+
+
+def test_exported_program_is_reported_with_its_loader_and_what_that_needs() -> None:
+    path = next(path for path in FILES if path.suffix == ".pt2" and "aoti" not in path.name)
+    (fix,) = check(path, machine=SERVER).findings[0].fix
+    assert fix.startswith("Load it with torch.export.load(path), which needs the devices it names")
 
 
 class Baked(torch.nn.Module):

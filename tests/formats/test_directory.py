@@ -392,6 +392,26 @@ class TestDcp:
         assert checkpoint.tensors == ()
         assert checkpoint.format == "dcp"
 
+    @pytest.mark.parametrize(
+        "word", ["state_dict_metadata", "storage_data", "TensorStorageMetadata", "BytesStorageMetadata", "_StorageInfo"]
+    )
+    def test_flipped_bit_in_an_attribute_or_a_class_of_metadata_is_reported(self, dcp: Path, word: str) -> None:
+        data = (dcp / ".metadata").read_bytes()
+        assert word.encode() in data
+        (dcp / ".metadata").write_bytes(data.replace(word.encode(), word[:-1].encode() + bytes([ord(word[-1]) ^ 1])))
+        assert "dcp-metadata-invalid" in codes(read_dir(dcp))
+        assert "dcp-path-outside" not in codes(read_dir(dcp))
+
+    def test_metadata_that_lists_nothing_beside_full_rank_files_is_reported(self, dcp: Path) -> None:
+        meta = pytest.importorskip("torch.distributed.checkpoint.metadata")
+        (dcp / ".metadata").write_bytes(pickle.dumps(meta.Metadata({}, storage_data={})))
+        assert "lists nothing" in problem(read_dir(dcp), "dcp-metadata-invalid").detail
+        (dcp / "__0_0.distcp").write_bytes(b"")
+        assert codes(read_dir(dcp)) == []
+
+    def test_metadata_without_checksum_is_never_whole(self, dcp: Path) -> None:
+        assert read_dir(dcp, verify=True).checksummed is False
+
     def test_flipped_bit_is_found_with_verify(self, dcp: Path) -> None:
         (storage,) = [storage for storage in read_dir(dcp).storages if storage.tensors == ("model.w",)]
         data = bytearray((dcp / storage.file).read_bytes())

@@ -225,7 +225,8 @@ def test_distributed_checkpoint_is_verified(tmp_path: Path) -> None:
     except TypeError:  # older releases
         dcp.save(values, checkpoint_id=path)
     result = verify(path, hashes=True)
-    assert result.ok
+    # .metadata has no checksum: a changed bit in the name of a tensor cannot be detected.
+    assert (result.ok, result.integrity, result.unsummed) == (True, "unchecked", 1)
     assert result.checksums == len(values)
     assert result.sha256 == verify(saved(values), hashes=True).sha256
     checkpoint = inspect(path)

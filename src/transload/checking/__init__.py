@@ -29,8 +29,9 @@ from transload.frozen import Frozen, Plain, Reported, replace
 from transload.judge import inspect, judge
 from transload.judge.names import PLAIN_VALUES
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
+from transload.judge.safety import judge_pickles
 from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_blocks
-from transload.loading.refusal import Allowed, loaded_pickles, refuse_program, registrar
+from transload.loading.refusal import Allowed, loaded_pickles, plain_part, refuse_program, registrar
 from transload.machine import Machine, Python
 from transload.nodes import Global
 from transload.render.checkpoint import findings, format_words
@@ -139,7 +140,7 @@ def checked(
 ) -> Check:
     """As ``check``, for a file and a machine that were already examined. ``cwd`` is where programs run from."""
     machine, devices = diagnosis.machine, devices_of(diagnosis, environ)
-    plan = place(checkpoint, devices, device)
+    plan = place(plain_part(checkpoint), devices, device)
     needed = packages(checkpoint, machine, cwd=cwd)
     first, cuda = machine.torch.first, machine.driver.cuda
     # Whether the result of torch.cuda.is_available() is known: a GPU that cannot compute may still be counted.
@@ -165,8 +166,8 @@ def checked(
     if "needs-trust" in titles:
         titles["needs-trust"] = "it asks for names that are not allowed"
     refusals += [titles[code] for code in ("is-a-program", "not-loaded", "no-torch") if code in titles]
-    dangerous = [f for f in checkpoint.findings if f.code in rules() and rules()[f.code].safety == "dangerous"]
-    refusals += [finding.title for finding in dangerous]  # these cannot be allowed
+    errors = [f for f in findings if f.severity == "error" and f.code in rules()]
+    refusals += [f.title for f in errors if rules()[f.code].safety == "dangerous"]  # these cannot be allowed
     last = ("needs-trust", "no-such-device", "too-little-memory", "torch-too-old")
     refusals += [titles[code] for code in last if code in titles]
     refusal = refusals[0] if refusals else ""
@@ -520,8 +521,15 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
     # Whether load refuses names in it that no program has allowed, or arrays of anything but numbers and strings.
     pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
     refused = bool(_TorchDefault().refused(pickles)) or not are_plain(pickles)
+    # Only other files of a directory or other records of an archive may be dangerous, which load does not read.
+    apart = checkpoint.safety == "dangerous" and checkpoint.format not in PROGRAMS
+    apart = apart and judge_pickles(pickles).safety != "dangerous"
     for finding in checkpoint.findings:
-        if finding.code in ("device-objects", "script-device", "export-device"):
+        if apart and finding.code in ("dangerous-globals", "dangerous-use"):
+            attacks = [pickle.name for pickle in checkpoint.pickles if judge_pickles([pickle]).safety == "dangerous"]
+            title = f"dangerous, but not read by transload.load: {join_names(attacks, _SHOWN)}"
+            yield replace(finding, severity="warning", title=title)
+        elif finding.code in ("device-objects", "script-device", "export-device"):
             here = all(devices.get(name) for text in finding.evidence for name in _DEVICE.findall(text))
             yield finding if here else replace(finding, severity="warning")
         elif finding.code == "needs-trust" and refused:
@@ -540,13 +548,19 @@ def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
 # -- the report
 
 
+def _left_out(checkpoint: Checkpoint) -> int:
+    """How many tensors load leaves out, with a warning."""
+    return len(checkpoint.tensors) - len(plain_part(checkpoint).tensors)
+
+
 def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     """A table of several files, and why some cannot be loaded; ``total`` includes those that could not be read."""
     rows: list[tuple[Words, ...]] = []
     for each in results:
         devices = ", ".join(dict.fromkeys(move.device for move in each.plan.moves if move.device)) if each.ok else ""
-        verdict = (("loads", "good") if each.ok else ("cannot be loaded", "bad"),)
-        columns = format_words(each.checkpoint), size(each.checkpoint.tensor_nbytes)
+        loads = ("loads in part", "trust") if _left_out(each.checkpoint) else ("loads", "good")
+        verdict = (loads if each.ok else ("cannot be loaded", "bad"),)
+        columns = format_words(each.checkpoint), size(each.checkpoint.nbytes)
         rows.append((printable(each.checkpoint.path), *columns, verdict, devices))
     if results:
         titles = ("file", "format", "size", "here", "lands on")
@@ -562,12 +576,15 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
 def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict, where everything goes, and what prevents it."""
     checkpoint, plan, said = check.checkpoint, check.plan, check.torch
-    verdict = "it loads" if check.ok else f"it cannot be loaded: {check.refusal}"
+    left = _left_out(checkpoint)
+    loads = f"it loads without {left:,} of its {len(checkpoint.tensors):,} tensors, as said below"
+    loads = loads if left else "it loads"
+    verdict = loads if check.ok else f"it cannot be loaded: {check.refusal}"
     content = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"
     prediction = checkpoint.prediction.removeprefix("torch.load ") or "cannot be predicted"
     outcome = {"loads": "loads it", "raises": "fails, as shown below", "unknown": prediction}[said.outcome]
     summary = [
-        ("here", verdict, "good" if check.ok else "bad"),
+        ("here", verdict, "bad" if not check.ok else "trust" if left else "good"),
         ("file", f"{content} of {size(checkpoint.tensor_nbytes)}", ""),
         ("torch.load", outcome, ""),
     ]

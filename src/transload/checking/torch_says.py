@@ -173,6 +173,12 @@ class _Predictor:
         """Predict for a pickle stream: its first event decides; without one the file loads if it is intact."""
         main = next((pickle for pickle in self.checkpoint.pickles if pickle.main), None)
         if any(problem.code == "zip-no-directory" for problem in self.checkpoint.problems):
+            # torch searches 16 blocks of 4096 bytes from the end, which overlap by 3 bytes. Unless one begins at the
+            # start of the file, the next would begin before it, and cannot be read.
+            steps, rest = divmod(self.checkpoint.nbytes - 4096, 4093)
+            if 0 <= steps < 16 and rest:
+                error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+                return self.raises("OSError", str(error), exact=False)
             return self.raises("RuntimeError", self.words("no-directory"), exact=False)
         if main is None:
             return self.unknown()

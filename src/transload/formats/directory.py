@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import TypeGuard
 
 from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Record, Tensor, contiguous
 from transload.errors import CannotReadError
@@ -480,23 +481,29 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
     merger.pickles.append(pickle)
     merger.parts.append(Part(merger.prefix + METADATA, "index", size))
     merger.noted.extend(pickle_problems(pickle, len(data)))
-    fields = _state(pickle.root)
+    fields = _state(pickle.root, "Metadata")
     if not fields and not pickle.broken:
         merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", METADATA)
     if not fields:
         return
+    merger.checksummed = False  # nothing protects the names and places of all tensors
     # The items of each file: archives, each with a piece of a tensor or with an object. An entry is the item's name,
     # the position of the piece in its tensor, its offset and length in the file, and whether it is transformed. A path
     # that leads out of the directory is never opened.
     items: dict[str, list[tuple[str, tuple[int, ...], int, int, bool]]] = {}
     count = 0
+    listed: set[str] = set()
+    odd: list[str] = []
     for key, value in _pairs(fields.get("storage_data")):
-        index, info = _state(key), _state(value)
+        index, info = _state(key, "MetadataIndex"), _state(value, "StorageInfo")
         path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         file, fqn = relative_path(path), index.get("fqn")
-        if not file:
+        if path is None or not isinstance(fqn, str):
+            odd.append(short(fqn)[:200])
+        elif not file:
             merger.note("dcp-path-outside", f"{short(path)[:200]!r} was not opened", METADATA)
-        elif type(offset) is int and type(length) is int and isinstance(fqn, str) and min(offset, length) >= 0:
+        elif type(offset) is int and type(length) is int and min(offset, length) >= 0:
+            listed.add(fqn)
             count += 1
             if count <= MAX_ITEMS:
                 at = _size(index.get("offset")) or ()
@@ -538,13 +545,21 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
                 merger.note("dcp-transformed", f"{len(opaque):,} entries: {join_names(opaque, 3)}", file)
     # Assemble tensors from their pieces, under their own names; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
-    entries = {name: _state(value) for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
+    entries = {name: value for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
+    odd += sorted(listed - entries.keys())
     objects = 0
     for name, entry in entries.items():
         own = pieces.get(name, {})
-        tensor = _assembled(name, entry, own, merger.noted)
+        tensor = _assembled(name, _state(entry, "TensorStorageMetadata"), own, merger.noted)
         whole += [tensor] if tensor else [tensor for tensors in own.values() for tensor in tensors]
         objects += tensor is None
+        if tensor is None and not (name in listed and _is_a(entry, "BytesStorageMetadata")):
+            odd.append(name)
+    if odd:
+        detail = f"{len(odd):,} entries lack a description or a place: {join_names(odd, 3)}"
+        merger.note("dcp-metadata-invalid", detail, METADATA)
+    elif not entries and any(files[name] for name in ranks):
+        merger.note("dcp-metadata-invalid", "it lists nothing, but the files of the ranks are not empty", METADATA)
     merger.tensors = whole
     count_words = f"{plural(len(entries) - objects, 'tensor')}, {plural(objects, 'other object')}"
     merger.facts.append(("entries", count_words))
@@ -553,9 +568,14 @@ def _read_dcp(merger: Merger, read_item: Callable[[Source], Checkpoint]) -> None
         merger.facts.append(("metadata version", version))
 
 
-def _state(node: object) -> dict[str, object]:
-    """The attributes that a pickled object gets: its last BUILD argument, if that is a dictionary."""
-    if isinstance(node, Call) and node.states:
+def _is_a(node: object, kind: str) -> TypeGuard[Call]:
+    """Whether a node is an object of a class whose name ends in ``kind``: Megatron has its own ``MCoreMetadata``."""
+    return isinstance(node, Call) and isinstance(node.callee, Global) and node.callee.name.endswith(kind)
+
+
+def _state(node: object, kind: str) -> dict[str, object]:
+    """The attributes that a pickled object of a class gets: its last BUILD argument, if that is a dictionary."""
+    if _is_a(node, kind) and node.states:
         return {key: value for key, value in _pairs(node.states[-1]) if isinstance(key, str)}
     return {}
 
@@ -566,7 +586,7 @@ def _pairs(node: object) -> list[tuple[object, object]]:
 
 def _size(node: object) -> tuple[int, ...] | None:
     """A ``torch.Size``, which pickles as a call with a tuple."""
-    if isinstance(node, Call) and isinstance(node.args, tuple) and len(node.args) == 1:
+    if _is_a(node, "Size") and isinstance(node.args, tuple) and len(node.args) == 1:
         node = node.args[0]
     if not isinstance(node, tuple | list) or len(node) > MAX_DIMENSIONS:
         return None
@@ -582,12 +602,12 @@ def _assembled(
         return None
     # ``TensorProperties`` pickles as a tuple that begins with the dtype; in old releases that is an attribute.
     properties = fields.get("properties")
-    state = properties.states[-1] if isinstance(properties, Call) and properties.states else None
-    first = state[0] if isinstance(state, tuple) and state else _state(properties).get("dtype")
+    state = properties.states[-1] if _is_a(properties, "TensorProperties") and properties.states else None
+    first = state[0] if isinstance(state, tuple) and state else _state(properties, "TensorProperties").get("dtype")
     dtype = first.name if isinstance(first, Global) and first.module == "torch" else "unknown"
     parts: list[Tensor] = []
     count = numel = 0
-    for chunk in map(_state, raw):
+    for chunk in (_state(each, "ChunkStorageMetadata") for each in raw):
         at, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if at is None or sizes is None:
             continue

@@ -44,7 +44,8 @@ _PROGRAMS = {
 }
 _PROGRAM_FIXES = {
     "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False.",
-    "torch-export": "Pass weights_only=False; torch.export.load(path) fails on a machine without the devices it names.",
+    "torch-export": "Load it with torch.export.load(path), which needs the devices it names; or pass "
+    "weights_only=False, which moves it to those that exist.",
     "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
     "torch-package": "Open it with torch.package.PackageImporter(path).",
 }
@@ -162,15 +163,22 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
         raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind] + without)
 
 
-def leave_out(opened: OpenCheckpoint) -> None:
-    """Leave out tensors that torch cannot represent, if there are any; a warning names them."""
-    checkpoint = opened.checkpoint
+def plain_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint without tensors that torch cannot represent, if there are any; load warns of them."""
     if not any(finding.code in LEFT_OUT for finding in checkpoint.findings):
-        return
+        return checkpoint
     tensors = tuple(tensor for tensor in checkpoint.tensors if is_plain(tensor))
     kept = {tensor.storage for tensor in tensors}
     storages = tuple(storage for storage in checkpoint.storages if storage.id in kept)
-    opened.checkpoint = replace(checkpoint, tensors=tensors, storages=storages)
+    return replace(checkpoint, tensors=tensors, storages=storages)
+
+
+def leave_out(opened: OpenCheckpoint) -> None:
+    """Leave out what ``plain_part`` leaves out."""
+    checkpoint = plain_part(opened.checkpoint)
+    if checkpoint is opened.checkpoint:
+        return
+    opened.checkpoint = checkpoint
     opened.pieces = tuple(replace(piece, checkpoint=opened.checkpoint) for piece in opened.pieces)
 
 

@@ -296,6 +296,7 @@ class _Scan:
         compared = sum(record.crc32 is not None for record in every)
         unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
         checkpoint = content.checkpoint
+        unsummed += sum(part.name.endswith(".metadata") for part in checkpoint.parts)  # torch.distributed.checkpoint
         bad = (problem.within(file) if file else problem for (file, _, _), problem in self.bad.items())
         new = tuple(new_problems(bad, checkpoint.problems))
         noted = any(problem.code == "crc-mismatch" for problem in checkpoint.problems)
@@ -676,7 +677,7 @@ def _summary(verification: Verification) -> Iterator[Block]:
         bad = any(damage.kind == "checksum" for damage in verification.damaged)
         records = f"{plural(verification.checksums, 'record')} compared"
         if verification.unsummed:
-            records += f", {count(verification.unsummed)} have none"
+            records += f", {count(verification.unsummed)} {'has' if verification.unsummed == 1 else 'have'} none"
         if verification.integrity == "whole" or bad:
             records += ", see below" if bad else ", all agree"
         yield row("checksums", records, "bad" if bad else "")
