@@ -219,6 +219,16 @@ def test_colliding_names_are_refused_or_numbered(tmp_path: Path) -> None:
     assert result.tensors == 4
 
 
+def test_torch_zip_keeps_the_keys_that_other_formats_rename(tmp_path: Path) -> None:
+    value = {"a/b": torch.ones(1), "a": {"b": torch.zeros(2)}, "": torch.ones(3), "\ud800": torch.ones(4)}
+    source = save(value, tmp_path / "a.pt")
+    result = convert(source, tmp_path / "b.pt")
+    loaded = load(tmp_path / "b.pt")
+    assert result.renamed == ()
+    assert list(loaded) == list(value)
+    assert torch.equal(loaded["a"]["b"], torch.zeros(2))
+
+
 @pytest.mark.parametrize(
     "keys",
     [
@@ -332,6 +342,7 @@ def test_tied_tensor_named_format_is_stored_twice(tmp_path: Path) -> None:
 def test_bare_tensor_is_converted(tmp_path: Path) -> None:
     result = convert(save(torch.arange(3), tmp_path / "a.pt"), tmp_path / "b.safetensors")
     assert result.renamed == (("", "tensor"),)
+    assert 'renamed     "" → tensor\n' in f"{result}\n"  # as inspect shows it
     convert(tmp_path / "a.pt", tmp_path / "c.pt")
     assert torch.equal(load(tmp_path / "c.pt"), torch.arange(3))
 
@@ -702,9 +713,11 @@ def test_tied_tensors_stay_tied_after_a_cast(tmp_path: Path) -> None:
 
 def test_overflowing_cast_is_refused_unless_allowed(tmp_path: Path) -> None:
     source = save({"fine": torch.ones(3), "large": torch.tensor([1e5, -1e9, float("inf"), 2.0])}, tmp_path / "a.pt")
+    with pytest.raises(OverflowRefusedError, match="1 of the 2 values of one is too large for float16"):
+        convert(save({"one": torch.tensor([1.0, 1e30])}, tmp_path / "one.pt"), tmp_path / "one.npz", dtype="float16")
     with pytest.raises(OverflowRefusedError, match="2 of the 4 values of large are too large for float16"):
         convert(source, tmp_path / "b.safetensors", dtype="float16")
-    assert {path.name for path in tmp_path.iterdir()} == {"a.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.pt", "one.pt"}
     result = convert(source, tmp_path / "b.safetensors", dtype="float16", allow_inf=True)
     assert result.infinite == 2
     assert convert(source, tmp_path / "c.safetensors", dtype="bfloat16").infinite == 0
@@ -782,24 +795,64 @@ def test_note_says_that_deepspeed_partitions_are_not_joined(tmp_path: Path) -> N
     assert "parts of one tensor are not joined" in result.notes[0]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
-@pytest.mark.parametrize("target", ["out.safetensors", "out.pt"])
-def test_values_of_a_distributed_checkpoint_are_kept_without_its_metadata_table(tmp_path: Path, target: str) -> None:
+def save_distributed(value: Any, folder: Path) -> Path:
     dcp = pytest.importorskip("torch.distributed.checkpoint")
     if not hasattr(dcp, "save"):
         pytest.skip("this torch has no dcp.save")
-    value = {"w": torch.arange(6.0).view(2, 3), "epoch": 3, "args": {"lr": 0.1, "text": "x" * 500}}
     try:
-        dcp.save(value, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp.save(value, checkpoint_id=folder, no_dist=True)
     except TypeError:  # older releases
-        dcp.save(value, checkpoint_id=tmp_path / "dcp")
-    result = convert(tmp_path / "dcp", tmp_path / target)
+        dcp.save(value, checkpoint_id=folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_values_of_a_distributed_checkpoint_are_kept_without_its_metadata_table(tmp_path: Path) -> None:
+    value = {"w": torch.arange(6.0).view(2, 3), "epoch": 3, "args": {"lr": 0.1, "text": "x" * 500}}
+    result = convert(save_distributed(value, tmp_path / "dcp"), tmp_path / "out.safetensors")
     assert result.complete
     assert result.left == result.listed == ()
-    leftovers = json.loads((tmp_path / f"{target}.leftovers.json").read_text(encoding="utf-8"))["data"]
+    leftovers = json.loads((tmp_path / "out.safetensors.leftovers.json").read_text(encoding="utf-8"))["data"]
     assert leftovers["epoch"] == 3
     assert "x" * 500 in json.dumps(leftovers)
     assert "Metadata" not in json.dumps(leftovers)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_distributed_checkpoint_becomes_the_nested_object_it_was_saved_from(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.25)
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    value = {"step": 5, "optim": optimizer.state_dict(), "model": net.state_dict(), "more": [torch.ones(1), {"a": "b"}]}
+    source = save_distributed(value, tmp_path / "dcp")
+    result = convert(source, tmp_path / "out.pt")
+    assert (result.complete, result.leftovers, result.left, result.listed) == (True, "", (), ())
+    loaded = load(tmp_path / "out.pt")
+    assert loaded["step"] == 5
+    assert loaded["more"] == value["more"]
+    assert same(loaded["model"], net.state_dict())
+    new = torch.nn.Linear(3, 2)
+    again = torch.optim.AdamW(new.parameters())
+    # DCP makes strings of the keys of dictionaries.
+    loaded["optim"]["state"] = {int(key): entry for key, entry in loaded["optim"]["state"].items()}
+    again.load_state_dict(loaded["optim"])
+    assert again.param_groups[0]["lr"] == 0.25
+    assert same(again.state_dict()["state"][0], optimizer.state_dict()["state"][0])
+    convert(source, tmp_path / "part.pt", key="optim")
+    assert load(tmp_path / "part.pt")["param_groups"] == loaded["optim"]["param_groups"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_distributed_checkpoint_whose_paths_conflict_keeps_its_flat_names(tmp_path: Path) -> None:
+    source = save_distributed({"a": {"b": torch.ones(1), "c": 2}, "d": torch.zeros(2)}, tmp_path / "dcp")
+    metadata = source / ".metadata"
+    raw = metadata.read_bytes()
+    assert raw.count(b"\x8c\x03a.c") == 1  # later it is in the memo
+    metadata.write_bytes(raw.replace(b"\x8c\x03a.c", b"\x8c\x03d.c"))
+    convert(source, tmp_path / "out.pt")
+    loaded = load(tmp_path / "out.pt")
+    assert (loaded["a"], loaded["d.c"], loaded["d"].tolist()) == ({"b": torch.ones(1)}, 2, [0, 0])
 
 
 def test_values_of_all_shards_are_kept(tmp_path: Path) -> None:

@@ -66,3 +66,11 @@ def test_dtype_of_accepts_aliases_of_floating_dtypes_only() -> None:
     ]
     with pytest.raises(UsageError, match="'int8'"):
         dtype_of("int8")
+
+
+def test_dtype_of_accepts_dtypes_of_torch_only() -> None:
+    torch = pytest.importorskip("torch")
+    assert (dtype_of(torch.float16), dtype_of(None)) == ("float16", "")
+    for value in (torch.int8, float, 16, ["float16"]):
+        with pytest.raises(UsageError, match="cannot convert to"):
+            dtype_of(value)

@@ -281,7 +281,7 @@ def test_file_without_a_name_is_written_directly() -> None:
 
 
 def test_invalid_target_is_an_error() -> None:
-    with pytest.raises(UsageError, match="cannot save to a int"):
+    with pytest.raises(UsageError, match="cannot save to an object of type int"):
         save({}, 7)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
 from transload.io.atomic import refuse_name
@@ -20,6 +20,9 @@ from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
 from transload.writing.plan import Candidate, Options, candidates, dtype_of, format_of, size_of
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Conversion", "convert", "listing", "parts", "report"]
 
 
@@ -30,7 +33,7 @@ def convert(
     to: str = "",
     key: str = "",
     strip: str | tuple[str, ...] | list[str] = (),
-    dtype: str = "",
+    dtype: str | torch.dtype = "",
     allow_inf: bool = False,
     max_shard_size: str | int | None = None,
     verify: bool = True,
@@ -41,10 +44,11 @@ def convert(
 
     ``src`` is a path (of a file or a directory), bytes, or a file object. The name of ``dst`` decides the format unless
     ``to`` does: ``torch``, ``safetensors``, ``npz``, or ``raw`` (a directory). ``key`` chooses a part (``"model"``),
-    ``strip`` removes prefixes from the names (``"module."``), and ``dtype`` converts floating-point tensors, where a
-    number that does not fit is an error unless ``allow_inf``. ``max_shard_size`` (``"5GB"``) splits safetensors into
-    shards. ``verify`` compares the source with its checksums, and reads the target back, byte for byte, before it gets
-    its name. ``progress`` is ``True`` for a line on the terminal, or a function that gets the bytes done and the total.
+    ``strip`` removes prefixes from the names (``"module."``), and ``dtype`` (a name, or a ``torch.dtype``) converts
+    floating-point tensors, where a number that does not fit is an error unless ``allow_inf``. ``max_shard_size``
+    (``"5GB"``) splits safetensors into shards. ``verify`` compares the source with its checksums, and reads the target
+    back, byte for byte, before it gets its name. ``progress`` is ``True`` for a line on the terminal, or a function
+    that gets the bytes done and the total.
 
     >>> transload.convert("model.pt", "model.safetensors")  # doctest: +SKIP
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP

@@ -364,7 +364,7 @@ def _text(view: Excerpt) -> Foreign | None:
         said = clean(found)
         advice, kind = _advice(said), ", probably a server's answer"
         if advice == (_DOWNLOAD_AGAIN,):  # not the words of a known server
-            advice, kind = (_OTHER_FILE, f"Or, if it was downloaded: {_DOWNLOAD_AGAIN}"), ""
+            advice, kind = (_OTHER_FILE, f"Or, if it was downloaded, d{_DOWNLOAD_AGAIN[1:]}"), ""
         return Foreign("text-answer", f'{view.size:,} bytes of text{kind}: "{said}"', (), advice)
     lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
     shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)

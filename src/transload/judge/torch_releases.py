@@ -144,7 +144,7 @@ _OTHER_LOADER: dict[str, str] = {
     "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
     "sharded": "loads only one shard at a time: the index lists which file has which tensors",
     "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or convert it to a file: transload convert "
-    "DIR NEW.pt (flat names), or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT (nested)",
+    "DIR NEW.pt, or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
     "deepspeed": "fails on a directory: gather it with python -m deepspeed.utils.zero_to_fp32 DIR OUT",
     "megatron": "fails on a directory: load it with Megatron",
     "directory": "fails on a directory",

@@ -353,7 +353,7 @@ def _nothing_to_rescue(checkpoint: Checkpoint, where: str, lost: Sequence[LostRe
     what = "nothing can be recovered: the part of the file that names its tensors is lost"
     problem = next((problem for problem in checkpoint.problems if problem.code == "not-a-checkpoint"), None)
     if problem is not None and problem.title and all(record.name != "data.pkl" for record in lost):
-        what = f"the file is not a checkpoint: it is {problem.title}"
+        what = f"the file is not a checkpoint: it is {problem.title.removesuffix(', not a checkpoint')}"
     return RescueError(what, where=where, fix=next((fix for each in checkpoint.problems for fix in each.fix), ""))
 
 
@@ -887,7 +887,10 @@ def report(rescue: Rescue) -> Iterator[Block]:
         yield from _more(len(rescue.mends), "bytes")
     if rescue.lost:
         yield row("lost", _counted(rescue.lost), "bad")
-        lost = [(printable(each.name) or "the root", size(each.nbytes), each.why) for each in rescue.lost[:_ROWS]]
+        lost = [
+            (printable(each.name) or '""', size(each.nbytes) if each.nbytes else "", each.why)
+            for each in rescue.lost[:_ROWS]
+        ]
         yield Table(lost, right=(1,), dim=(1, 2), indent=14)
         yield from _more(len(rescue.lost), "tensors")
     for each in rescue.records[:_ROWS]:
@@ -913,7 +916,9 @@ def _more(count: int, what: str) -> Iterator[Block]:
 def _counted(outcomes: tuple[TensorOutcome, ...]) -> str:
     if not outcomes:
         return "no tensors"
-    words = f"{plural(len(outcomes), 'tensor')}, {size(sum(outcome.nbytes for outcome in outcomes))}"
+    words = plural(len(outcomes), "tensor")
+    if outcomes[0].state != "lost" or all(outcome.nbytes for outcome in outcomes):  # 0: in a shard that is missing
+        words += f", {size(sum(outcome.nbytes for outcome in outcomes))}"
     checked = sum(outcome.checked for outcome in outcomes)
     if outcomes[0].state == "lost" or checked == len(outcomes):
         return words

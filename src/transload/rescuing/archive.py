@@ -22,6 +22,7 @@ from transload.formats.zip_writer import central_entry, descriptor, end_of_archi
 from transload.frozen import NamedTuple
 from transload.io.packed import MAX_RATIO, Assembly, SourceRange
 from transload.io.sources import BytesSource, Source
+from transload.render.words import plural
 from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
 from transload.tensors.content import Inflating
 
@@ -290,7 +291,8 @@ def recover_archive(source: Source) -> Recovered | None:
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
     shortfall = archive.size - source.size if in_place else 0
     if shortfall > 0:
-        notes.append(f"the last {shortfall:,} bytes, part of the directory, were missing and were rebuilt")
+        were = "was" if shortfall == 1 else "were"
+        notes.append(f"the last {plural(shortfall, 'byte')}, part of the directory, {were} missing and {were} rebuilt")
     if shortfall < 0:
         another = source.read(archive.size, 4) == b"PK\x03\x04"
         what = "another archive begins there" if another else "they belong to no record"
@@ -533,7 +535,7 @@ def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveR
     outside = [record.name for record in records if record.name not in kept]
     if outside:
         some = text_of(outside[0])[:80]
-        notes.append(f"{len(outside)} records that are not part of the checkpoint were left out, such as {some}")
+        notes.append(f"left out: {plural(len(outside), 'record')} outside the checkpoint, such as {some}")
     if prefix != root + b"/":
         notes.append(f"the records were moved into the folder {text_of(root)}/, where torch looks for them")
     inside = [record for record in records if record.name in kept]

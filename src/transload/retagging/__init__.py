@@ -264,7 +264,7 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
     why = worst.title if worst else "it is damaged"
     repair = "\n".join(command_lines(findings))
     if checkpoint.integrity == "not-a-checkpoint":
-        raise RetagError(f"it is not a checkpoint: {why}", where=path, fix=repair)
+        raise RetagError(f"it is not a checkpoint: {why.removesuffix(', not a checkpoint')}", where=path, fix=repair)
     if kind not in ("torch-zip", "torch-legacy", "pickle"):
         why, fix = _UNSUPPORTED.get(kind, (f"files of the format {kind} cannot be retagged", _AGAIN))
         if kind == "torch-directory":

@@ -134,7 +134,9 @@ def _path(f: Any) -> str | None:
         refuse_name(path)
         return path
     if not callable(getattr(f, "write", None)):
-        raise NotAFileError(f"cannot save to a {type(f).__name__}", fix="Give a path, or an object with write().")
+        raise NotAFileError(
+            f"cannot save to an object of type {type(f).__name__}", fix="Give a path, or an object with write()."
+        )
     return None
 
 
@@ -281,7 +283,7 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
     facts["storages"] = [["cpu" if device == cpu else str(device), sum(1 for _ in row)] for device, row in rows]
     if origin is not True:
         if not isinstance(origin, Mapping):
-            raise UsageError(f"origin is a {type(origin).__name__}; it must be True, False or a dict", fix=_FIX)
+            raise UsageError(f"origin has the type {type(origin).__name__}; it must be True, False or a dict", fix=_FIX)
         facts["entries"] = _plain(origin, "origin", 0)
         nbytes = len(json.dumps(facts["entries"], ensure_ascii=False).encode("utf-8", "surrogatepass"))
         if nbytes > _MAX_ENTRIES:

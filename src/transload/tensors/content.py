@@ -23,6 +23,7 @@ from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import BrokenFileError, ContentError, TransloadError
 from transload.io.packed import MAX_RATIO, from_text, inflated
 from transload.io.sources import BytesSource, Source, SourceLike
+from transload.render.words import plural
 from transload.tensors import OpenCheckpoint
 
 WINDOW = 16 << 20
@@ -129,7 +130,7 @@ class Content:
             if why := self.missing(part):
                 return why
         if tensor.kind == "sharded" and not is_covered(tensor):
-            return f"{len(tensor.parts):,} of its parts are in the file, and they do not cover it"
+            return f"the file has {plural(len(tensor.parts), 'part')} of it, and not the rest"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:

@@ -205,14 +205,14 @@ def report(conversion: Conversion) -> Iterator[Block]:
     tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
     yield row("written", f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}")
     if conversion.cast:
-        infinite = f", {conversion.infinite:,} numbers became infinite" if conversion.infinite else ""
+        infinite = f", {plural(conversion.infinite, 'number')} became infinite" if conversion.infinite else ""
         converted = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
         yield row("converted", converted, "trust" if infinite else "")
     if conversion.aliases:
         tied = [f"{printable(name)} is {printable(kept)}" for name, kept in conversion.aliases]
         yield row("tied", join_names(tied, _SHOWN, 1000))
     if conversion.renamed:
-        renamed = [f"{printable(old) or 'the root'} → {printable(new)}" for old, new in conversion.renamed]
+        renamed = [(printable(old) or '""') + f" → {printable(new)}" for old, new in conversion.renamed]
         yield row("renamed", join_names(renamed, _SHOWN, 1000), "trust")
     if conversion.others:
         yield row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")

@@ -28,7 +28,7 @@ from transload.nodes import Dict
 from transload.tensors.content import Allowance, Content, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays
 from transload.writing.output import SHARD, index_name, sibling_files
-from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
+from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of, unflattened
 from transload.writing.transfer import FLOATING, ConversionJob, TargetTensor, cast_dtype
 
 # -- options
@@ -79,16 +79,16 @@ def _named_format(dst: str) -> str:
     return next((format_ for format_, suffixes in _FORMATS.items() if dst.lower().endswith(suffixes)), "")
 
 
-def dtype_of(text: str) -> str:
-    """The full name of the dtype to convert to; empty if none is given.
+def dtype_of(dtype: object) -> str:
+    """The full name of the dtype to convert to, given as text or as a ``torch.dtype``; empty if none is given.
 
     >>> dtype_of("bf16"), dtype_of("torch.float16")
     ('bfloat16', 'float16')
     """
-    name = text.removeprefix("torch.").lower()
+    name = "" if dtype is None else str(dtype).removeprefix("torch.").lower()
     name = _SHORT.get(name, name)
     if name and name not in FLOATING:
-        raise UsageError(f"cannot convert to {text!r}", fix=f"Choose one of {', '.join(FLOATING)}.")
+        raise UsageError(f"cannot convert to {dtype!r}", fix=f"Choose one of {', '.join(FLOATING)}.")
     return name
 
 
@@ -140,7 +140,7 @@ def member_name(name: str) -> str:
 
 # -- the plan
 
-_WITHOUT_OBJECT = frozenset({*PROGRAMS, "sharded", "dcp"})  # they contain no object that a torch zip could keep
+_WITHOUT_OBJECT = frozenset({*PROGRAMS, "sharded"})  # they contain no object that a torch zip could keep
 _WEIGHTS = ("_parameters", "_buffers")
 
 
@@ -161,6 +161,10 @@ class ConversionPlan:
     def __init__(self, content: Content, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
         source, self.metadata = _with_aliases(content)
+        self._object = source.checkpoint.root
+        if format_ == "torch" and source.checkpoint.format == "dcp":
+            checkpoint, self._object = unflattened(source.checkpoint)
+            source = Content(checkpoint, source.open_file, source.parts)
         self.entries: list[TargetTensor] = []
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
@@ -317,10 +321,12 @@ class ConversionPlan:
         kept = [entry for entry in selected if entry.call is not None or entry in stored]
         structure = None
         if root is not None and distinct and checkpoint.format not in _WITHOUT_OBJECT and not self.in_parts:
-            structure = Structure(root, start, kept, known=paths, modules=self._modules)
+            stripped = bool(self.options.strip)
+            structure = Structure(root, start, kept, known=paths, modules=self._modules, stripped=stripped)
         if structure is not None and len(structure.placed) == len(kept):
             made, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
             self.numbers = structure.numbers
+            self.renamed = self.renamed if self.options.strip or self._modules else []
         else:
             self.placed = [*self.entries, *(entry for entry in selected if entry.call is not None)]
             for entry in self.placed:
@@ -354,7 +360,7 @@ class ConversionPlan:
 
     def _root(self, selected: list[TargetTensor]) -> tuple[Any, Path]:
         """The object to convert and its path; ``None`` if the key does not name a container in the object."""
-        root, wanted = self.checkpoint.root, _dotted(self.options.key)
+        root, wanted = self._object, _dotted(self.options.key)
         if not wanted:
             return root, ()
         for entry in selected:

@@ -9,6 +9,8 @@ quantized, nested) are carried over as the calls that rebuild them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +24,7 @@ from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, Path, num
 from transload.writing.transfer import TargetTensor
 
 _MAX_PARTS = 10_000  # parts of a call that are examined
+_MAX_LEVELS = 100  # of an object that DCP has flattened
 _ORDERED_DICT = "collections.OrderedDict"
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
@@ -94,20 +97,82 @@ _PLAIN_CALLS = frozenset({"torch.Size", "torch.device", "_codecs.encode", "built
 _PLAIN_CALLS |= {"builtins.complex", "__builtin__.complex", "builtins.bytearray", "__builtin__.bytearray"}
 
 
+def unflattened(checkpoint: Checkpoint) -> tuple[Checkpoint, Any]:
+    """A ``torch.distributed.checkpoint`` directory with the paths that its tensors and values had when it was saved.
+
+    Also the object that they form. ``.metadata`` records the path of each: the name ``optim.param_groups.0.lr`` stands
+    for ``("optim", "param_groups", 0, "lr")``. A name without such a path is a key of the object.
+    """
+    metadata = checkpoint.root
+    state = metadata.states[-1] if type(metadata) is Call and metadata.states else None
+    planned = state.get("planner_data") if type(state) is Dict else None
+    pairs: list[Any] = planned.pairs() if type(planned) is Dict else []
+    paths: dict[Any, Path] = {name: path for name, path in pairs if _joins_to(name, path)}
+    taken = {paths.get(each.path[0], each.path) for each in checkpoint.pickles if each.path}
+    if any(path[:length] in taken for path in taken for length in range(1, len(path))):
+        paths = {}  # something would be inside a value
+
+    def moved(path: Path) -> Path:
+        return (*paths.get(path[0], path[:1]), *path[1:]) if path else path
+
+    pickles = tuple(map(copy, checkpoint.pickles))
+    for pickle in pickles:
+        pickle.path = moved(pickle.path)
+    roots = {each.path: each.root for each in pickles if each.main and each.path and not each.broken}
+    ordered = {path: roots[path] for path in (*paths.values(), *roots) if path in roots}
+    tensors = []
+    for tensor in checkpoint.tensors:
+        name = "/".join(map(str, moved(tensor.path[:1]))) + tensor.name.removeprefix(str(tensor.path[0]))
+        tensors.append(tensor._replace(path=moved(tensor.path), name=name))
+    leaves = tuple(replace(leaf, path=moved(leaf.path)) for leaf in checkpoint.leaves)
+    return replace(checkpoint, tensors=tuple(tensors), leaves=leaves, pickles=pickles), _nested(ordered)
+
+
+def _joins_to(name: Any, path: Any) -> bool:
+    """Whether a path is one that DCP flattens to this name; a hostile one may be endless."""
+    if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= _MAX_LEVELS:
+        return False
+    if not all(type(step) is str or (type(step) is int and 0 <= step < 1 << 63) for step in path):
+        return False
+    steps = [str(step) for step in path]
+    return sum(map(len, steps)) < len(name) + 1 and ".".join(steps) == name
+
+
+def _nested(leaves: dict[Path, Any]) -> Any:
+    """The dictionaries and lists of an object, from the paths of what is in it."""
+    if () in leaves:
+        return leaves[()]
+    branches: dict[Any, dict[Path, Any]] = {}
+    for path, node in leaves.items():
+        branches.setdefault(path[0], {})[path[1:]] = node
+    made = {key: _nested(inside) for key, inside in branches.items()}
+    if all(type(key) is int and key < len(made) for key in made):
+        return [made[index] for index in range(len(made))]
+    return Dict([part for pair in made.items() for part in pair])
+
+
 class Structure(BoundedWalk):
     """The object ``root``, which is at path ``start`` of the source, as the target stores it.
 
     ``entries`` are the tensors to keep, ``known`` the paths of all tensors, ``modules`` the paths of pickled modules.
+    ``stripped``: the keys of tensors get the new names, without a prefix; else they stay as they are.
     ``placed`` are the entries in the order in which a reader finds them; ``dropped`` are the paths and nodes that were
     dropped, ``numbers`` the paths of numpy scalars that became Python numbers.
     """
 
     def __init__(
-        self, root: object, start: Path, entries: Iterable[TargetTensor], *, known: frozenset[Path], modules: set[Path]
+        self,
+        root: object,
+        start: Path,
+        entries: Iterable[TargetTensor],
+        *,
+        known: frozenset[Path],
+        modules: set[Path],
+        stripped: bool,
     ) -> None:
         super().__init__()
         self._entries = {entry.tensor.path: entry for entry in entries}
-        self._known, self._modules = known, modules
+        self._known, self._modules, self._stripped = known, modules, stripped
         self.placed: list[TargetTensor] = []
         self.dropped: list[tuple[Path, Any]] = []
         self.numbers: list[str] = []
@@ -164,8 +229,8 @@ class Structure(BoundedWalk):
                 inner = self._keep(value, step, depth + 1)
                 if inner is NOTHING:
                     continue
-                if type(inner) is TargetTensor and type(key) is str and inner.tensor.name.endswith(key):
-                    # The tensor may have a new name, without a prefix that was stripped.
+                named = type(inner) is TargetTensor and type(key) is str and inner.tensor.name.endswith(key)
+                if self._stripped and named:
                     if len(inner.tensor.name) == len(key):
                         key = inner.name  # noqa: PLW2901 - the same key under its new name
                     elif "/" not in key:

@@ -28,6 +28,7 @@ from transload.io.memory import PAGE, Pages, is_equal, memory_at
 from transload.io.pool import each
 from transload.io.sources import Source, read_into
 from transload.nodes import Call
+from transload.render.words import plural
 from transload.tensors.content import Content, FileRange, numpy_or_none
 from transload.tensors.damage import records_of
 from transload.writing.output import Bundle
@@ -97,7 +98,8 @@ class ConversionJob:
             values, path = f"{entry.infinite:,} of the {entry.tensor.numel:,} values", self.content.checkpoint.path
             wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
             fix = f"Choose {wider}, or add --allow-inf to store them as infinities."
-            raise OverflowRefusedError(f"{values} of {entry.name} are too large for {entry.dtype}", where=path, fix=fix)
+            what = f"{values} of {entry.name} {'is' if entry.infinite == 1 else 'are'} too large for {entry.dtype}"
+            raise OverflowRefusedError(what, where=path, fix=fix)
 
 
 # -- archives that were just written
@@ -274,7 +276,7 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
         found = [record for record in records if (file, record.name) in names]
         damaged += [problem.detail for problem in verify_records(content.open_file(file), found, used)]
     if damaged:
-        what = f"{len(damaged)} of its records are damaged: {damaged[0]}"
+        what = f"it has {plural(len(damaged), 'damaged record')}: {damaged[0]}"
         raise ConvertError(what, where=content.checkpoint.path, fix="transload rescue saves what is intact.")
 
 
