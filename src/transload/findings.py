@@ -133,14 +133,23 @@ def first_lines(lines: list[str], most: int) -> tuple[str, ...]:
 
 
 def quoted(path: str) -> str:
-    """A path quoted for a shell, and in a form that no command mistakes for an option.
+    r"""A path quoted for a shell, and in a form that no command mistakes for an option.
 
-    >>> quoted("my model.pt"), quoted("-x.pt")
-    ("'my model.pt'", './-x.pt')
+    >>> quoted("my model.pt"), quoted("-x.pt"), quoted("a\nb.pt")
+    ("'my model.pt'", './-x.pt', "$'a\\x0ab.pt'")
     """
     import shlex
 
-    return shlex.quote(f"./{path}" if path.startswith("-") else path)
+    path = f"./{path}" if path.startswith("-") else path
+    try:
+        data = b"" if path.isprintable() else os.fsencode(path)
+    except UnicodeEncodeError:  # a name in an archive, which no file can have
+        data = b""
+    if not data:
+        return shlex.quote(path)
+    # Bytes, as bash and zsh read them: a report escapes what is not printable, and in other quotes that stays escaped.
+    text = (chr(byte) if 32 <= byte < 127 and byte not in b"'\\" else f"\\x{byte:02x}" for byte in data)
+    return f"$'{''.join(text)}'"
 
 
 def is_named(name: str) -> bool:

@@ -231,7 +231,18 @@ def test_explain_prints_the_page(code: str, capsys: pytest.CaptureFixture[str]) 
     assert "\nFix\n" in text
 
 
-@each(("code", "suggestion"), [("U4", "U04"), ("u44", "U04"), ("K", "K01"), ("stub", ""), ("", ""), ("\x1b", "")])
+@each(
+    ("code", "suggestion"),
+    [
+        ("U4", "U04"),
+        ("u44", "U04"),
+        ("K", "K01"),
+        ("stub", "S01"),
+        ("ZZ9", "README"),
+        ("", "README"),
+        ("\x1b", "README"),
+    ],
+)
 def test_an_unknown_code_suggests_similar_ones(code: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--explain", code]) == 2
     output = capsys.readouterr()

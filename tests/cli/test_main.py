@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -9,10 +11,13 @@ import pytest
 from tests.each import each
 
 import transload
+from transload import findings
 from transload.cli import commands
 from transload.cli.main import COMMANDS, main
+from transload.cli.output import print_error
 from transload.diagnose.probes.python import own
 from transload.errors import TransloadError
+from transload.render.words import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,6 +86,50 @@ def test_bad_usage_is_reported_on_stderr_with_code_2(arguments: list[str], capsy
 def test_misspelled_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     main(["inspct"])
     assert "did you mean 'transload inspect'?" in capsys.readouterr().err
+
+
+def test_misspelled_option_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["inspect", "--tesnors", "x.pt"], ["inspect", "x.pt", "--tensor=1"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.endswith("; did you mean --tensors?\n")
+    assert main(["inspect", "--frob", "x.pt"]) == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --frob\n")
+
+
+def test_file_whose_name_looks_like_an_option_is_named_with_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-x.pt").touch()
+    assert main(["inspect", "-x.pt"]) == 2
+    assert capsys.readouterr().err.endswith("; to name the file: ./-x.pt\n")
+
+
+@each("arguments", [["check", "-"], ["verify", "-"], ["convert", "-", "x.pt"], ["rescue", "-", "x.pt"]])
+def test_dash_is_said_to_be_a_file(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert "only transload inspect reads a checkpoint from standard input" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs bash")
+@each("name", ["a\nb.pt", "-\t.pt", "it's\x1b.pt", "\\\n", "\udcff é.pt", "é b.pt"])
+def test_quoted_name_is_the_same_name_in_bash(name: str) -> None:
+    command = f"printf %s {printable(findings.quoted(name), None)}"
+    echoed = subprocess.run(["/usr/bin/env", "bash", "-c", command], capture_output=True, check=True).stdout
+    assert os.fsdecode(echoed).removeprefix("./") == name
+
+
+def test_error_is_folded_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    error = TransloadError("seven words that do not fit here", where="model.pt", fix="$ a command that\nA sentence")
+    print_error(error)
+    head = "transload: model.pt: seven words that do not fit here"
+    assert capsys.readouterr().err == f"{head}\n    $ a command that\n  A sentence\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    print_error(error)
+    assert capsys.readouterr().err == f"{head[:40]}\n{head[41:]}\n    $ a command that\n  A sentence\n"
 
 
 def test_function_used_as_a_command_is_named_as_a_function(capsys: pytest.CaptureFixture[str]) -> None:

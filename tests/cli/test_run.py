@@ -340,6 +340,14 @@ def test_run_works_under_torchrun(tmp_path: Path, data: Path) -> None:
     assert result.stderr.count("LandingWarning") == 2
 
 
+def test_device_that_is_missing_here_is_refused_when_torch_is_imported(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "x.py").write_text("print(1)\nimport torch\nprint(2)", encoding="utf-8")
+    result = start(*RUN, "--device", "cuda:3", "x.py", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "1\n")
+    assert "NoDeviceError: there is no cuda:3 here, only cpu" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

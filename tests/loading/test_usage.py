@@ -153,6 +153,13 @@ def test_invalid_arguments_are_errors() -> None:
         load(STATE_DICT, encoding="klingon")
     with pytest.raises(UsageError, match="path"):
         load(STATE_DICT.read_bytes(), mmap=True)
+    wrong: Any
+    for wrong in ("False", ""):  # as conditions they would mean the opposite, and weights_only=False
+        with pytest.raises(UsageError, match="weights_only is a text"):
+            load(STATE_DICT, weights_only=wrong)
+    wrong = 5
+    with pytest.raises(UsageError, match="progress is of type int"):
+        load(STATE_DICT, progress=wrong)
 
 
 def test_weights_only_none_trusts_only_with_a_pickle_module() -> None:

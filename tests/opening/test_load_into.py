@@ -449,6 +449,7 @@ class TestMismatchedSizes:
         with pytest.warns(KeysWarning, match=re.escape(note)):
             result = load_into(model, file_of(saved.state_dict()), ignore_mismatched_sizes=True)
         assert (result, result.notes) == (([], []), (note,))
+        assert repr(result) == f"<All other keys matched successfully; {note}>"
         assert_same_state(model.bert, saved.bert)
         assert_untouched(model.classifier, before)
 
@@ -649,6 +650,12 @@ class TestMismatches:
         assert [tuple(mismatch) for mismatch in error.shapes] == [
             ("steps", "[2]", "[]"),
             ("stem.0.weight", "[4, 1, 3, 3]", "[4, 3, 3, 3]"),
+        ]
+
+    def test_file_with_a_single_tensor_is_described(self) -> None:
+        assert str(self.mismatch_error(nn.Linear(2, 2), torch.eye(2))).splitlines()[1:] == [
+            "missing in the file: weight, bias",
+            "only in the file: a tensor without a name, float32 [2, 2]",
         ]
 
     def test_many_keys_are_grouped(self) -> None:

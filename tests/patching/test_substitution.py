@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import transload
+from transload.patching import devices
 from transload.patching.devices import substitute
 
 if TYPE_CHECKING:
@@ -127,6 +128,18 @@ def test_all_absent_cuda_devices_give_one_warning_at_the_callers_line(data: Path
         torch.zeros(2, device="cuda:3").cuda()
     assert [(warning.category, warning.filename) for warning in caught] == [(transload.LandingWarning, __file__)]
     assert str(caught[0].message).startswith("there is no cuda:1 here; ")
+
+
+def test_patch_with_a_device_that_is_missing_here_is_an_error(cards: Cards) -> None:
+    cards(2)
+    with pytest.raises(transload.NoDeviceError, match="there is no cuda:3 here, only cpu, cuda:0 and cuda:1"):
+        transload.patch("cuda:3")
+    assert devices.requested == ""
+    cards.monkeypatch.setattr(torch.cuda, "current_device", None)  # CUDA is not initialized: the program may fork
+    with transload.patch("cuda:1"):
+        cards(0)
+        with pytest.raises(transload.NoDeviceError):
+            transload.patch("cuda")
 
 
 @pytest.mark.parametrize("device", ["", ":", "cuda:", "cuda:x", "the gpu", 3, None])

@@ -72,7 +72,7 @@ def run_doctor(arguments: Namespace) -> int:
             from difflib import get_close_matches
 
             near = get_close_matches(code, codes, 3) or [each for each in codes if each[0] == code[:1]][:3]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"codes go from {codes[0]} to {codes[-1]}"
+            hint = f"did you mean {' or '.join(near)}?" if near else "docs/doctor/README.md lists all causes"
             raise UsageError(f"there is no cause {arguments.explain!r}; {hint}")
         show(page_blocks(page(code)), arguments.color)
         return 0

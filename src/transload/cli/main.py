@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
-    from typing import Any, BinaryIO
+    from typing import Any, BinaryIO, NoReturn
 
     from transload.checkpoint import Checkpoint
     from transload.render.lines import Block
@@ -99,6 +99,8 @@ def _dispatch(argv: list[str]) -> Outcome:
     if command not in COMMANDS:
         from difflib import get_close_matches
 
+        from transload.cli.output import print_error
+        from transload.errors import UsageError
         from transload.findings import quoted
         from transload.render.words import printable
 
@@ -108,11 +110,12 @@ def _dispatch(argv: list[str]) -> Outcome:
         if command in ("load", "load_into", "open", "save"):
             hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
         elif os.path.exists(command):
-            hint = f"did you mean 'transload inspect {quoted(printable(command))}'?"
-        print(f"{_USAGE}\ntransload: there is no {kind} '{printable(command)}'; {hint}", file=sys.stderr)
+            hint = f"did you mean 'transload inspect {printable(quoted(command))}'?"
+        print(_USAGE, file=sys.stderr)
+        print_error(UsageError(f"there is no {kind} '{printable(command)}'; {hint}"))
         return 2
 
-    parser = parser_of(command)
+    parser = parser_of(command, rest)
     # With an optional DST, options between SRC and DST need this.
     intermixed = command in ("convert", "rescue")
     arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
@@ -144,13 +147,28 @@ def _help(section: str) -> str:
     return page.partition(f"\n## {section}\n\n")[2].partition("\n\n## ")[0].rstrip("\n") + "\n"
 
 
-def parser_of(command: str) -> ArgumentParser:
-    """The parser of a command, with its options and those of all commands."""
+def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
+    """The parser of a command, with its options and those of all commands; its errors say what ``words`` may mean."""
     from argparse import ArgumentParser, RawDescriptionHelpFormatter
     from functools import partial
 
+    class Parser(ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            from difflib import get_close_matches
+
+            from transload.findings import quoted
+
+            options = self._option_string_actions
+            unknown = (word for word in words if word[:1] == "-" != word and word.partition("=")[0] not in options)
+            word = next(unknown, "--")  # after which there are no options
+            if word != "--" and os.path.lexists(word):
+                message += f"; to name the file: {quoted(word)}"
+            elif near := get_close_matches(word.partition("=")[0], options, 1, 0.7):
+                message += f"; did you mean {near[0]}?"
+            super().error(message)
+
     line = COMMANDS[command]
-    parser = ArgumentParser(
+    parser = Parser(
         prog=f"transload {command}",
         description=line[0].upper() + line[1:] + ".",
         epilog=_help(command),

@@ -44,12 +44,18 @@ def write_json(documents: Iterable[dict[str, Any]], *, several: bool = False) ->
 
 def print_error(error: TransloadError) -> None:
     """Print one of our errors to stderr: where and what, and below it what to do, with commands indented."""
+    from transload.render.lines import Prose, emit, style_of
     from transload.render.words import printable
 
+    if sys.stderr is None:
+        return
+    piped = not style_of(sys.stderr).cut  # then the lines stay whole, for programs that search them
     where = f"{printable(error.where, None)}: " if error.where else ""
-    print(f"transload: {where}{printable(error.what, None)}", file=sys.stderr)
+    blocks = [Prose(f"transload: {where}{printable(error.what, None)}", whole=piped)]
     for line in error.fix.split("\n") if error.fix else ():
-        print(f"{'    ' if line.startswith('$ ') else '  '}{printable(line, None)}", file=sys.stderr)
+        command = line.startswith("$ ")
+        blocks.append(Prose(printable(line, None), lead="    " if command else "  ", whole=command or piped))
+    emit(blocks, sys.stderr)
 
 
 _RECOVERED = {

@@ -11,6 +11,8 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import TextIO, TypeVar
 
+from transload.errors import UsageError
+
 _GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 _EVERY = 0.1  # seconds between two updates of the line
@@ -202,6 +204,9 @@ def progress_counter(
     if progress is None or progress is False:
         return None
     show = progress
+    if show is not True and not callable(show):
+        fix = "Pass True, or a function that takes the bytes done and the total."
+        raise UsageError(f"progress is of type {type(show).__name__}", fix=fix)
     if show is True:
         stream = terminal()
         if stream is None:

@@ -274,6 +274,8 @@ def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
     reason, fix = getattr(error, "strerror", None) or str(error), ""
     if isinstance(error, FileNotFoundError):
         fix = "Check the spelling and the current directory."
+        if name == "-":
+            fix = "Name a file: only transload inspect reads a checkpoint from standard input."
     elif isinstance(error, PermissionError):
         fix = "Ask its owner for read permission (ls -l shows who that is)."
     return CannotReadError(reason, where=name, fix=fix, errno=getattr(error, "errno", None))

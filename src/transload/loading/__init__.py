@@ -99,6 +99,8 @@ def load(
     >>> import transload
     >>> transload.load("model.pt")                        # doctest: +SKIP
     """
+    if isinstance(weights_only, str):  # "False" is true, and "" would trust the file
+        raise UsageError(f"weights_only is a text: {weights_only!r}", fix="Pass True or False, without quotes.")
     # torch's rule, with its two environment variables.
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     forced_on, forced_off = (os.environ.get(name, "0").lower() in ("1", "y", "yes", "true") for name in names)

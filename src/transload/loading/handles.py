@@ -82,7 +82,14 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(found, torch.dtype):
         raise UsageError(f"{dtype!r} is not a dtype", fix="Pass one of torch's, such as torch.bfloat16.")
-    return Handle(Opened(f, device), found)
+    opened = Opened(f, device)
+    try:
+        if not (isinstance(device, str) and device == "auto"):
+            opened.device_map  # noqa: B018 - which fails now, as in load, if a device is missing
+    except TransloadError:
+        opened.close()
+        raise
+    return Handle(opened, found)
 
 
 class Handle(Mapping[str, "torch.Tensor"]):

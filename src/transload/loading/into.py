@@ -81,10 +81,12 @@ class Loaded(_Keys):
     """The place in the file, as ``prefix`` takes it; empty for the whole file."""
     notes: tuple[str, ...] = ()
     """What was done that the caller may want to know."""
+    matched = "All keys"
+    """Which keys have their values from the file, if none is missing or unexpected."""
 
     def __repr__(self) -> str:
         keys = f"missing_keys={self.missing_keys}, unexpected_keys={self.unexpected_keys}"
-        head = keys if self.missing_keys or self.unexpected_keys else "All keys matched successfully"
+        head = keys if self.missing_keys or self.unexpected_keys else f"{self.matched} matched successfully"
         return f"<{'; '.join([head, *([f'found in {self.found}'] if self.found else []), *self.notes])}>"
 
 
@@ -717,7 +719,9 @@ class _Loading:
             lines.append("probably the same under other names:")
             lines += [f"  {a}* in the file ↔ {b}* in the model: {plural(len(pairs), 'key')}" for a, b, pairs in renames]
         lines += _group("missing in the file", [key for key in missing if key not in covered])
-        lines += _group("only in the file", [key for key in unexpected if key not in covered])
+        root = match.rest.get("")  # if the file is a tensor, not a dictionary
+        nameless = f"a tensor without a name, {root.dtype} {list(root.shape)}" if root else ""
+        lines += _group("only in the file", [key or nameless for key in unexpected if key not in covered])
         if self.shapes:
             rows = [KeyMismatch("key", "file", "model"), *self.shapes[:_MOST]]
             wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -801,6 +805,7 @@ class _Loading:
         if self._ignored:
             differing = [f"{key} ({file} in the file, {model} in the model)" for key, file, model in self._ignored]
             count = plural(len(differing), "key")
+            loaded.matched = "All other keys"
             notes += (f"left {count} of another shape as in the model: {join_names(differing, _SHOWN, 1000)}",)
         if notes:
             warn(f"{path}: {'; '.join(notes)}", KeysWarning)

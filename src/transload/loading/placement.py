@@ -312,13 +312,17 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
             if meant := closest_device(unplaced[0].detail):
                 lands = "each tensor lands on a device that is here"
                 fix = f"Did you mean map_location={meant!r}? Or leave it out: {lands}."
-            names = listed(list(dict.fromkeys(move.detail for move in unplaced)), "or")
-            here = listed([device.name for device in devices.available])
-            refused = f"there is no {names} here, only {here}{f'; {devices.absent}' if devices.absent else ''}"
+            refused = missing_here([*dict.fromkeys(move.detail for move in unplaced)], devices)
     if refused:
         return Plan(moves, refused=refused, fix=(fix,))
     shortages = tuple(_shortages(checkpoint, moves, totals, devices))
     return Plan(moves, shortages, surprising=automatic and any(move.moved for move in moves))
+
+
+def missing_here(names: Sequence[str], devices: Devices) -> str:
+    """The sentence that a machine lacks devices."""
+    here = listed([device.name for device in devices.available])
+    return f"there is no {listed(names, 'or')} here, only {here}{f'; {devices.absent}' if devices.absent else ''}"
 
 
 def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, argument: str = "map_location") -> Plan:

@@ -80,6 +80,8 @@ def checked(device: object) -> str:
     kind, index = split(name)
     if kind not in KINDS or (index is None and name != kind):
         raise UsageError(f"{name!r} is not a device", fix="Use auto, spread, or a name such as cpu, cuda:0 or mps.")
+    if "torch" in sys.modules:  # else _patch_torch does this
+        devices.refuse_missing(name)
     return name
 
 
@@ -157,6 +159,7 @@ def undo() -> None:
 def _patch_torch(torch: Any) -> None:
     from transload.patching.torch_patches import patch_torch
 
+    devices.refuse_missing(devices.requested)
     patch_torch(torch, replace, _undo.append, when_imported)
 
 

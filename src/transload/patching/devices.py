@@ -100,6 +100,26 @@ def substitute_name(name: str) -> str:
     return _substitutes[key]
 
 
+def refuse_missing(name: str) -> None:
+    """Raise ``NoDeviceError`` if the device to use instead of missing ones is missing, too."""
+    import torch
+
+    from transload.devices import split
+
+    kind, index = split(name)
+    count: Any = getattr(getattr(torch, kind, None), "device_count", int)
+    looking.append(name)
+    try:
+        if kind in _KINDS and count() <= (index or 0):  # counting initialises nothing, so the program may still fork
+            from transload.errors import NoDeviceError
+            from transload.loading.placement import devices_here, missing_here
+
+            if (found := devices_here([name], 0)).get(name) is None:
+                raise NoDeviceError(missing_here([name], found), fix="Ask for a device that is here, or for auto.")
+    finally:
+        looking.pop()
+
+
 def on_cpu() -> bool:
     """Whether the CPU is used instead of CUDA."""
     return is_missing("cuda") and substitute_name("cuda") == "cpu"
