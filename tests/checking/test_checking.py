@@ -135,7 +135,7 @@ def test_arrays_that_load_leaves_out_are_counted_and_not_planned(tmp_path: Path,
     result = valid(check(path, machine=this_machine))
     assert result.ok
     assert [(move.tensors, move.nbytes) for move in result.plan.moves] == [(1, 24)]
-    assert "it loads without 2 of its 3 tensors, as said below" in str(result)
+    assert "it loads without 2 of its 3 tensors, see below" in str(result)
     assert "loads in part" in as_text(several([result], 1))
 
 

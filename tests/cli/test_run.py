@@ -344,8 +344,9 @@ def test_device_that_is_missing_here_is_refused_when_torch_is_imported(tmp_path:
     pytest.importorskip("torch")
     (tmp_path / "x.py").write_text("print(1)\nimport torch\nprint(2)", encoding="utf-8")
     result = start(*RUN, "--device", "cuda:3", "x.py", cwd=tmp_path)
-    assert (result.returncode, result.stdout) == (1, "1\n")
-    assert "NoDeviceError: there is no cuda:3 here, only cpu" in result.stderr
+    assert (result.returncode, result.stdout) == (2, "1\n")
+    assert "transload: there is no cuda:3 here, only cpu" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -577,7 +577,7 @@ def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict, where everything goes, and what prevents it."""
     checkpoint, plan, said = check.checkpoint, check.plan, check.torch
     left = _left_out(checkpoint)
-    loads = f"it loads without {left:,} of its {len(checkpoint.tensors):,} tensors, as said below"
+    loads = f"it loads without {left:,} of its {len(checkpoint.tensors):,} tensors, see below"
     loads = loads if left else "it loads"
     verdict = loads if check.ok else f"it cannot be loaded: {check.refusal}"
     content = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"

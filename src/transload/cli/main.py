@@ -203,12 +203,25 @@ def add_options(command: str, option: Callable[..., object]) -> None:
 
 def run_run(arguments: Namespace) -> Callable[[], int]:
     """Find the program, and return a function that runs it."""
-    from transload.patching import checked
+    from transload.patching import checked, devices
     from transload.patching.script import program_of
 
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
     how = {"pretend": arguments.pretend_cuda, "quiet": arguments.quiet}
-    return program_of(words, module=arguments.module, device=checked(arguments.device), **how)
+    program = program_of(words, module=arguments.module, device=checked(arguments.device), **how)
+
+    def run() -> int:
+        try:
+            return program()
+        except Exception as error:
+            if error is not devices.refusal:
+                raise
+            from transload.cli.output import print_error
+
+            print_error(devices.refusal)
+            return 2
+
+    return run
 
 
 def run_inspect(arguments: Namespace) -> int:

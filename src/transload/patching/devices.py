@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
+    from transload.errors import TransloadError
+
 requested = ""
 """The device to use instead of missing ones, or ``auto`` or ``spread``; empty while not patched."""
 
@@ -20,6 +22,9 @@ asked: dict[tuple[CodeType, int], str] = {}
 
 refused = False
 """Whether the program ended because there was no GPU."""
+
+refusal: TransloadError | None = None
+"""The error of ``refuse_missing``, if it raised one."""
 
 noted: dict[str, None] = {}
 """What was changed for the program, in order, for the list at its end."""
@@ -102,6 +107,7 @@ def substitute_name(name: str) -> str:
 
 def refuse_missing(name: str) -> None:
     """Raise ``NoDeviceError`` if the device to use instead of missing ones is missing, too."""
+    global refusal  # noqa: PLW0603 - the command must recognise it among the errors of the program
     import torch
 
     from transload.devices import split
@@ -115,7 +121,8 @@ def refuse_missing(name: str) -> None:
             from transload.loading.placement import devices_here, missing_here
 
             if (found := devices_here([name], 0)).get(name) is None:
-                raise NoDeviceError(missing_here([name], found), fix="Ask for a device that is here, or for auto.")
+                refusal = NoDeviceError(missing_here([name], found), fix="Choose a device that is here, or auto.")
+                raise refusal
     finally:
         looking.pop()
 
