@@ -396,8 +396,8 @@ def _lower_case() -> list[tuple[Page, str, str]]:
 def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[ErrorMatch]:
     """The known error of which a text of one line is the beginning, in upper or lower case: people cut and type them.
 
-    A last word that stands in a blank is its value; the other blanks get ``…``. There is no context to look at: words
-    that need one must speak for themselves.
+    If the last word is where the message has a blank, it is the value of that blank; the other blanks get ``…``. One
+    line has no context, so the beginning of a message that needs context must be longer.
     """
     lines = [text for text in loose if text.flat]
     if any(chains) or len(lines) != 1 or len(lines[0].starts) != 1:

@@ -86,7 +86,7 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     try:
         if not (isinstance(device, str) and device == "auto"):
             opened.device_map  # noqa: B018 - which fails now, as in load, if a device is missing
-    except TransloadError:
+    except BaseException:
         opened.close()
         raise
     return Handle(opened, found)

@@ -263,7 +263,7 @@ import signal, sys, threading, time
 from transload.loading.engine import run_lanes
 from transload.loading.jobs import Job, Run
 
-told, times = sys.argv[1] == "told", int(sys.argv[2])
+reported, times = sys.argv[1] == "reported", int(sys.argv[2])
 taken, written = [], []
 pressed = threading.Event()
 
@@ -293,7 +293,7 @@ jobs = [Job(0, "cpu", (Run(10 * index, index, 0, 10),)) for index in range(100)]
 presses = threading.Thread(target=press)
 presses.start()
 try:
-    run_lanes(jobs, lanes, (lambda _: None) if told else None)
+    run_lanes(jobs, lanes, (lambda _: None) if reported else None)
 except KeyboardInterrupt:
     count, all_left = len(written), all(lane.left for lane in lanes)
     presses.join()
@@ -303,7 +303,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signal.pthread_kill")
-@pytest.mark.parametrize("progress", ["told", "silent"])
+@pytest.mark.parametrize("progress", ["reported", "silent"])
 @pytest.mark.parametrize("times", [1, 4])
 def test_interrupt_waits_for_the_threads(progress: str, times: int) -> None:
     """Nothing is written after it is raised: the memory may have been reused by then."""
