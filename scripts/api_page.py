@@ -27,6 +27,9 @@ it is first used. Only `load`, `load_into`, `open`, `save` and `save_async` impo
 
 Returned objects are frozen. `print` shows the report of the command, `to_dict()` returns its JSON.
 
+In signatures, `SourceLike` is a path, bytes or a seekable binary file object. `Progress` is `True` for a line on the
+terminal, or a function that is called with the number of bytes done and the total.
+
 This page is written by `scripts/api_page.py` from the docstrings.
 """
 PAGES = {"load": "loading.md#load", "open": "loading.md#open", "load_into": "loading.md#load_into"}
@@ -58,7 +61,7 @@ def main() -> int:
 
 def page() -> str:
     """The complete page."""
-    public = {name: getattr(transload, name) for name in sorted(vars(transload)["__all__"])}
+    public = {name: getattr(transload, name) for name in dir(transload)}
     functions = {name: value for name, value in public.items() if isinstance(value, FunctionType)}
     classes = {name: value for name, value in public.items() if isinstance(value, type)}
     classes |= {value.__name__: value for value in map(returned, functions.values()) if value is not None}

@@ -83,7 +83,7 @@ def test_api_page_is_up_to_date() -> None:
 
 def test_every_public_name_is_on_the_api_page() -> None:
     text = load_script("api_page").page()
-    names = [name for name in vars(transload)["__all__"] if not name.startswith("__")]
+    names = [name for name in dir(transload) if not name.startswith("__")]
     assert [name for name in names if f"### {name}\n" not in text and f"| `{name}` |" not in text] == []
 
 

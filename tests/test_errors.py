@@ -57,4 +57,4 @@ def test_every_public_error_is_exported() -> None:
     }
     public = {name for name in classes if not name.startswith("_")} - internal
     assert public == set(errors.__all__)  # for type checkers
-    assert public <= set(vars(transload)["__all__"])
+    assert public <= set(dir(transload))

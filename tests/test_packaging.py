@@ -146,6 +146,28 @@ def test_rooms_import_only_what_they_are_allowed_to(
     assert offenders == []
 
 
+def test_rooms_import_only_the_front_of_another_room(modules: dict[Path, ast.Module]) -> None:
+    """From a room's ``__init__`` that is its ``__all__``; what its other modules define is imported from them."""
+    fronts = {f"transload.{room}": front_of(modules[PACKAGE / room / "__init__.py"]) for room in ROOMS}
+    assert fronts["transload.loading"] == {"load"}
+    others = [
+        f"{name_of(path)} imports {node.module}.{alias.name}"
+        for path, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in fronts and room_of(name_of(path)) != room_of(node.module)
+        for alias in node.names
+        if alias.name not in fronts[node.module] | {each.stem for each in (PACKAGE / room_of(node.module)).iterdir()}
+    ]
+    assert not others
+
+
+def front_of(tree: ast.Module) -> set[str]:
+    """The names in ``__all__``."""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AugAssign)]
+    lists = [node.value for node in assigned if ast.unparse(node).startswith("__all__")]
+    return {name for value in lists for name in ast.literal_eval(value)}
+
+
 def test_no_import_cycles(modules: dict[Path, ast.Module]) -> None:
     """Direct or indirect, also inside functions and for types only."""
     metrics = runpy.run_path(str(ROOT / "scripts" / "metrics.py"))

@@ -47,6 +47,6 @@ def warm(path: str) -> None:
     if cached(path) == 1:
         return
     buffer = bytearray(CHUNK)
-    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - paths are strings here
+    with open(path, "rb", buffering=0) as file:
         while file.readinto(buffer):
             pass

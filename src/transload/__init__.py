@@ -55,13 +55,6 @@ _NAMES = {
     "transload.converting": "Conversion convert",
     "transload.diagnose": "doctor",
     "transload.diagnose.report": "Diagnosis",
-    "transload.errors": """
-        BrokenFileError BusyFileError CannotPickleError CannotReadError CannotWriteError
-        ConvertError DirectoryError DoesNotFitError FileWarning ForbiddenFileError ForbiddenWriteError
-        FullDiskError LandingWarning LoadError ManifestError MissingClassError MissingFileError MissingModuleError
-        NoDeviceError NoDirectoryError NoTorchError NotACheckpointDirectoryError NotACheckpointError NotAFileError
-        OverflowRefusedError RescueError RetagError SaveError SaveWarning TransloadError UnsafeError UsageError
-    """,
     "transload.explaining": "Explanation explain",
     "transload.findings": "Finding",
     "transload.judge": "inspect",
@@ -76,22 +69,25 @@ _NAMES = {
     "transload.saving": "save save_async",
     "transload.verifying": "Verification verify",
 }
-"""The public names, by their modules."""
+"""The public names, by their modules; ``errors.__all__`` lists the errors."""
 
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # a type checker must see the imports above, and call anything else a mistake
-    __all__ = list(_HOMES)
 
     def __getattr__(name: str) -> object:
-        home = _HOMES.get(name)
-        if home is None:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        value = globals()[name] = getattr(import_module(home), name)
+        if name == "__all__":
+            value = sorted((*_HOMES, *import_module("transload.errors").__all__))
+        elif name in _HOMES:
+            value = getattr(import_module(_HOMES[name]), name)
+        elif name.endswith(("Error", "Warning")) and name in __getattr__("__all__"):
+            value = getattr(import_module("transload.errors"), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
         return value
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    def __dir__() -> list[str]:
+        return __getattr__("__all__")

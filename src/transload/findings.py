@@ -170,7 +170,7 @@ def rescue_command(path: str, ending: str = ".pt", member: str = "") -> str:
 def packaged(package: str, name: str) -> str:
     """The text of a file in a package, which may be inside a zip."""
     module: Any = sys.modules[package]  # what pkgutil does, which imports too much
-    data: bytes = module.__loader__.get_data(os.path.join(os.path.dirname(module.__file__), name))  # noqa: PTH118, PTH120 - pathlib is slow to import
+    data: bytes = module.__loader__.get_data(os.path.join(os.path.dirname(module.__file__), name))
     return data.decode()
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -166,16 +167,21 @@ def test_keyboard_interrupt_exits_quietly_with_130(command: Command, capsys: pyt
 def test_a_full_disk_is_reported(program: Transload) -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("/dev/full is Linux-only")
-    with open("/dev/full", "w") as full:  # noqa: PTH123
+    with open("/dev/full", "w") as full:
         result = program("--help", stdout=full.fileno())
     assert result.returncode == 2
     assert result.stderr == "transload: cannot write the result: No space left on device\n"
 
 
-def test_public_names_resolve_and_are_listed() -> None:
-    assert set(vars(transload)["__all__"]) <= set(dir(transload))
-    for name in vars(transload)["__all__"]:
+def test_public_names_resolve_and_nothing_else_is_listed() -> None:
+    importlib.import_module("transload.checking")  # a room, and much of what it imports
+    assert {"load", "TransloadError", "KeysWarning", "__version__"} <= set(dir(transload))
+    assert not {"checking", "io", "errors", "TYPE_CHECKING"} & set(dir(transload))
+    namespace: dict[str, object] = {}
+    exec("from transload import *", namespace)  # noqa: S102 - the statement is not allowed in a function
+    for name in dir(transload):
         assert getattr(transload, name) is getattr(transload, name)
+        assert namespace[name] is getattr(transload, name)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         transload.nonsense  # type: ignore[attr-defined]  # noqa: B018
 

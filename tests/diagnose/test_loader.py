@@ -525,4 +525,4 @@ def test_cache_of_this_machine_lists_libc() -> None:
     if not data or machine not in ("x86_64", "aarch64"):
         pytest.skip("needs /etc/ld.so.cache on x86-64 or aarch64")
     paths = read_cache(data, machine).get("libc.so.6", ())
-    assert any(os.path.exists(path) for path in paths)  # noqa: PTH110
+    assert any(os.path.exists(path) for path in paths)

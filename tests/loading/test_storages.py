@@ -18,7 +18,7 @@ from tests.loading.equal import assert_same
 from tests.loading.zoo import saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
-from transload.io.pool import Progress, progress_counter
+from transload.io.pool import ProgressLine, progress_counter
 from transload.loading import load
 
 FLOATS = {"w0": torch.arange(4.0), "w1": torch.arange(4.0, 8.0)}
@@ -242,7 +242,7 @@ def test_progress_is_shown_only_on_a_terminal(
 
 def test_progress_line_is_not_updated_too_often() -> None:
     terminal = _Terminal()
-    show = Progress(terminal)
+    show = ProgressLine(terminal)
     for done in range(1000):
         show(done, 1000)
     assert terminal.getvalue().count("\r") < 100

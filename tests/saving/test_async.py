@@ -89,7 +89,7 @@ def test_last_of_many_saves_to_one_path_wins(tmp_path: Path) -> None:
     save_async({"n": torch.tensor(10)}, path)
     save({"n": torch.tensor(11)}, path)
     assert int(torch.load(path)["n"]) == 11
-    assert os.listdir(tmp_path) == ["a.pt"]  # noqa: PTH208 - names only
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_save_waits_for_background_saves_to_the_same_file(tmp_path: Path, gate: threading.Event) -> None:

@@ -106,7 +106,7 @@ def test_failure_at_any_system_call_leaves_an_intact_file(tmp_path: Path, half: 
         assert step == 1 or not failed or at >= count - 3, at  # after the rename, it is the new file
         assert [entry.name for entry in tmp_path.iterdir() if "part" in entry.name] == [] or at == 1
         save(state(1), path)
-        assert os.listdir(tmp_path) == ["a.pt"]  # noqa: PTH208 - names only
+        assert os.listdir(tmp_path) == ["a.pt"]
 
 
 KILL_AT_EACH = """
@@ -184,7 +184,7 @@ def test_file_size_limit_keeps_the_old_file(tmp_path: Path, limit_file_size: Any
     assert caught.value.errno == errno.EFBIG
     limit_file_size(-1)
     assert intact_step(path) == 1
-    assert os.listdir(tmp_path) == ["a.pt"]  # noqa: PTH208 - names only
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
         with pytest.raises(FullDiskError, match="the disk is full"):
             save({"w": torch.ones(60_000)}, path)
         assert not torch.load(path)["w"].any()
-        assert os.listdir(folder) == ["a.pt"]  # noqa: PTH208 - names only
+        assert os.listdir(folder) == ["a.pt"]
         save({"w": torch.ones(10_000)}, path)
     finally:
         subprocess.run([umount, str(folder)], check=True)
@@ -227,7 +227,7 @@ def test_directory_removed_while_writing_is_an_error(tmp_path: Path, monkeypatch
 def test_non_atomic_save_raises_transload_errors(tmp_path: Path) -> None:
     with pytest.raises(NoDirectoryError):
         save(state(1), tmp_path / "gone" / "a.pt", atomic=False)
-    if os.path.exists("/dev/full"):  # noqa: PTH110 - not a path to look into
+    if os.path.exists("/dev/full"):
         with pytest.raises(FullDiskError) as caught:
             save(state(1), "/dev/full")
         assert isinstance(caught.value, TransloadError)

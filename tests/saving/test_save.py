@@ -224,7 +224,7 @@ def test_write_that_returns_zero_is_an_error() -> None:
 def test_full_non_blocking_pipe_raises_blocking_io_error() -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
-    with open(read, "rb"), open(write, "wb", buffering=0) as file, pytest.raises(BlockingIOError):  # noqa: PTH123
+    with open(read, "rb"), open(write, "wb", buffering=0) as file, pytest.raises(BlockingIOError):
         save({"w": torch.rand(1_000_000)}, file)
 
 
@@ -307,7 +307,7 @@ def test_non_atomic_save_keeps_hard_links(tmp_path: Path) -> None:
 
 def test_save_to_devnull_keeps_the_device() -> None:
     save({"w": torch.rand(3)}, os.devnull)
-    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)  # noqa: PTH116 - not a path to look into
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
 def test_exception_of_the_file_object_is_not_wrapped() -> None:
@@ -680,7 +680,7 @@ def test_origin_does_not_identify_the_user(tmp_path: Path, monkeypatch: pytest.M
 
     save([torch.rand(3)], tmp_path / "secret-name.pt")
     data = (tmp_path / "secret-name.pt").read_bytes()
-    for word in (getpass.getuser(), platform.node(), "secret-name", str(tmp_path), os.path.expanduser("~")):  # noqa: PTH111
+    for word in (getpass.getuser(), platform.node(), "secret-name", str(tmp_path), os.path.expanduser("~")):
         if len(word) > 4:  # "root" is in any archive
             assert word.encode() not in data
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

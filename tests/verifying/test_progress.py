@@ -9,7 +9,7 @@ import pytest
 from tests import forge
 
 from transload.io import pool as io_pool
-from transload.io.pool import Progress
+from transload.io.pool import ProgressLine
 from transload.verifying import verify
 
 
@@ -21,7 +21,7 @@ def without_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_delay")
 def test_progress_line_is_overwritten_and_removed() -> None:
     stream = io.StringIO()
-    line = Progress(stream, "verifying", passing=True)
+    line = ProgressLine(stream, "verifying", passing=True)
     line(1_000_000_000, 2_000_000_000)
     line(2_000_000_100, 2_000_000_000)
     assert stream.getvalue().count("\rverifying ") == 2
@@ -32,7 +32,7 @@ def test_progress_line_is_overwritten_and_removed() -> None:
 
 def test_quick_work_shows_no_progress_line() -> None:
     stream = io.StringIO()
-    line = Progress(stream, "verifying", passing=True)
+    line = ProgressLine(stream, "verifying", passing=True)
     line(10, 10)
     line.end()
     assert stream.getvalue() == ""
@@ -47,6 +47,6 @@ def test_verify_works_with_a_closed_or_missing_stderr(monkeypatch: pytest.Monkey
 
 
 def test_progress_without_a_stream_does_nothing() -> None:
-    line = Progress(None, "verifying", passing=True)
+    line = ProgressLine(None, "verifying", passing=True)
     line(1, 2)
     line.end()

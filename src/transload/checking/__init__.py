@@ -38,6 +38,8 @@ from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import plural, printable, size
 
+__all__ = ["Check", "Compatibility", "check", "check_here", "is_cuda_compatible", "report", "several"]
+
 
 class Check(Frozen, Reported):
     """What ``transload.load(path, map_location=device)`` would do on a machine.

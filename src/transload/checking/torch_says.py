@@ -131,7 +131,7 @@ class _Predictor:
         strict = self.weights_only and self.release >= (2, 6)  # older releases refuse with other messages
         if strict and self.torch.is_forced("NO_WEIGHTS_ONLY"):
             return self.raises("RuntimeError", self.words("forced-twice"))
-        if os.path.isdir(path):  # noqa: PTH112  a path is text here
+        if os.path.isdir(path):
             error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
         if path.endswith(".safetensors") and self.release >= (2, 13):

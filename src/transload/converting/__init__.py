@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
 from transload.io.atomic import refuse_name
-from transload.io.sources import SourceLike
+from transload.io.sources import Progress, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Prose, Table
 from transload.render.words import plural, printable, size
@@ -38,7 +38,7 @@ def convert(
     max_shard_size: str | int | None = None,
     verify: bool = True,
     overwrite: bool = False,
-    progress: bool | Callable[[int, int], object] | None = None,
+    progress: Progress = None,
 ) -> Conversion:
     """Write the tensors of a checkpoint in another format. Nothing in the file is run, and torch is not needed.
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
 
+__all__ = ["doctor"]
+
 
 def doctor(
     python: str = "", *, torch: bool = True, timeout: float = 0.0, progress: Callable[[str], object] | None = None

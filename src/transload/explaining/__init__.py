@@ -28,6 +28,8 @@ from transload.render.words import plural, printable
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
 
+__all__ = ["Explanation", "explain", "explain_bytes", "report"]
+
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000  # characters of an error that are quoted
 _LONGEST_VALUE = 300
@@ -211,7 +213,7 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
             name = frame.f_code.co_filename.replace("\\", "/")
             if name.endswith(("torch/serialization.py", "torch/jit/_serialization.py")):
                 path = frame.f_locals.get("f")
-                if isinstance(path, str | os.PathLike) and os.path.exists(path):  # noqa: PTH110 - Path may raise
+                if isinstance(path, str | os.PathLike) and os.path.exists(path):  # Path may raise
                     yield os.fsdecode(path)
         current = current.__cause__ or current.__context__
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from transload.formats.foreign import Foreign
     from transload.formats.torch_zip import Archive
 
+__all__ = ["gc_paused", "read", "read_source", "unpacked"]
+
 _has_frozen = not hasattr(gc, "freeze")
 """Whether the program has ever frozen objects: counting them takes long, so it is done only until there are some."""
 
@@ -69,7 +71,7 @@ def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     """Read a checkpoint, without judging it."""
     if isinstance(f, str | os.PathLike):
         path = os.fspath(f)
-        if os.path.isdir(path):  # noqa: PTH112 - pathlib costs ten milliseconds to import
+        if os.path.isdir(path):
             from transload.formats.directory import read_directory
 
             return read_directory(path, partial(read, verify=verify), partial(read_source, verify=verify))
@@ -101,7 +103,7 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     """
     if starts_like_zip(source):
         folder, name = os.path.split(source.name)
-        if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
+        if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):
             # A sequence of small archives, which another file describes.
             from transload.formats.foreign import Foreign
 

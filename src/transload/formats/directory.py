@@ -137,8 +137,8 @@ class Merger(Draft):
         """
         path = self.listing.join(name)
         # Unlike pathlib, os.path answers "no" for a name that is too long, and where access is denied.
-        if not os.path.isfile(path) or name.endswith(INDEX_SUFFIX):  # noqa: PTH113
-            exists = os.path.exists(path)  # noqa: PTH110
+        if not os.path.isfile(path) or name.endswith(INDEX_SUFFIX):
+            exists = os.path.exists(path)
             self.note("part-unreadable", "it is not a plain file" if exists else "it does not exist", name)
             return None
         try:
@@ -229,8 +229,8 @@ def read_sharded(index_path: str, read_file: ReadFile) -> Checkpoint:
         noted.add("shard-outside", shard[:200], f"the index puts {plural(count, 'tensor')} into it; it was not opened")
     for shard, expected in sorted(shards.items()):
         path = index.parent / shard
-        if not os.path.exists(path):  # noqa: PTH110 - as in Merger.open
-            link = "a link that leads nowhere; " if os.path.islink(path) else ""  # noqa: PTH114 - the same
+        if not os.path.exists(path):
+            link = "a link that leads nowhere; " if os.path.islink(path) else ""
             detail = f"{link}{plural(len(expected), 'tensor')} should be in it: {join_names(expected, 3)}"
             noted.add("shard-missing", shard, detail)
             merger.add_missing(shard, "shard")

@@ -80,8 +80,8 @@ def _remove(*paths: str) -> None:
     """Remove files of one folder, if they exist, and flush the folder."""
     for path in paths:
         with suppress(FileNotFoundError):
-            os.unlink(path)  # noqa: PTH108 - pathlib costs ten milliseconds to import
-    flush_directory(os.path.dirname(paths[0]))  # noqa: PTH120 - as above
+            os.unlink(path)
+    flush_directory(os.path.dirname(paths[0]))
 
 
 class Journal(NamedTuple):
@@ -219,7 +219,7 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
         _lock(descriptor, path)
         _refuse_changed(seen, os.fstat(descriptor), path)
         try:
-            now = os.stat(real)  # noqa: PTH116 - pathlib costs ten milliseconds to import
+            now = os.stat(real)
         except OSError as error:
             raise BusyFileError("it was moved while it was read", where=path) from error
         _refuse_changed(seen, now, path)
@@ -261,8 +261,8 @@ def _write_journal(path: str, journal: Journal) -> None:
 
 
 def _rename(old: str, new: str) -> None:
-    os.replace(old, new)  # noqa: PTH105 - pathlib costs ten milliseconds to import
-    flush_directory(os.path.dirname(new))  # noqa: PTH120 - as above
+    os.replace(old, new)
+    flush_directory(os.path.dirname(new))
 
 
 def _put(descriptor: int, changes: Changes) -> None:
@@ -388,12 +388,12 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
 def refuse_target(path: str, out: str) -> None:
     """Refuse to write a copy over anything that exists."""
     with suppress(OSError):
-        if os.path.samefile(path, out):  # noqa: PTH121 - pathlib costs ten milliseconds to import
+        if os.path.samefile(path, out):
             raise UsageError("the copy would be the file itself", where=out, fix="To change it in place, name no copy.")
     if os.path.lexists(out):
         raise UsageError("the file already exists", where=out, fix="Remove it, or choose another name.")
-    folder = os.path.dirname(out)  # noqa: PTH120 - as above
-    if not os.path.isdir(folder or os.curdir):  # noqa: PTH112 - as above
+    folder = os.path.dirname(out)
+    if not os.path.isdir(folder or os.curdir):
         raise UsageError("the folder does not exist", where=folder)
 
 

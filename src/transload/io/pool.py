@@ -12,6 +12,7 @@ from threading import Lock, Thread
 from typing import TextIO, TypeVar
 
 from transload.errors import UsageError
+from transload.io.sources import Progress
 
 _GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
@@ -143,14 +144,14 @@ def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], 
 # -- progress, reported to the caller's function or on a terminal
 
 
-class Progress:
+class ProgressLine:
     """A line on a terminal that is overwritten: bytes done, the total, and the speed.
 
     It stays when all is done, unless it is ``passing``: then ``end`` removes it.
 
-    >>> Progress(None).text(3_000_000_000, 4_000_000_000, 1.5)
+    >>> ProgressLine(None).text(3_000_000_000, 4_000_000_000, 1.5)
     'loading 3.0 of 4.0 GB, 2.0 GB/s'
-    >>> Progress(None).text(560, 4500, 0.001), Progress(None).text(20_000_000, 4_000_000_000, 1)
+    >>> ProgressLine(None).text(560, 4500, 0.001), ProgressLine(None).text(20_000_000, 4_000_000_000, 1)
     ('loading 0.6 of 4.5 kB, 560.0 kB/s', 'loading 0.0 of 4.0 GB, 20.0 MB/s')
     """
 
@@ -194,9 +195,7 @@ def terminal() -> TextIO | None:
         return None
 
 
-def progress_counter(
-    progress: bool | Callable[[int, int], object] | None, total: int, verb: str = "loading"
-) -> Callable[[int], None] | None:
+def progress_counter(progress: Progress, total: int, verb: str = "loading") -> Callable[[int], None] | None:
     """A function to call with the number of bytes done since the last call; ``None`` if no progress is to be shown.
 
     It calls ``progress`` with the sum so far and the total; ``True`` shows them on a terminal, after ``verb``.
@@ -211,7 +210,7 @@ def progress_counter(
         stream = terminal()
         if stream is None:
             return None
-        show = Progress(stream, verb)
+        show = ProgressLine(stream, verb)
     done = 0
 
     def report_progress(count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
+from collections.abc import Callable
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 if TYPE_CHECKING:  # a file that can be read needs no errors
@@ -14,6 +15,9 @@ _PIECE = 1 << 20
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
 _SEEKING = allocate_lock()
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
+"""What a checkpoint can be read from."""
+Progress = bool | Callable[[int, int], object] | None
+"""What the argument ``progress`` takes: ``True`` for a line on the terminal, or a function of bytes done and in all."""
 
 
 class Source(Protocol):
@@ -79,7 +83,7 @@ class FileSource(Source):
     def is_same_file(self, path: str) -> bool:
         """Whether a path leads to this file, and the file has not become shorter."""
         try:
-            status, own = os.stat(path), os.fstat(self.descriptor)  # noqa: PTH116 - pathlib costs ten milliseconds
+            status, own = os.stat(path), os.fstat(self.descriptor)
         except OSError:  # it is gone, or closed here
             return False
         return os.path.samestat(own, status) and status.st_size >= self.size
@@ -299,4 +303,4 @@ def journal_path(path: str) -> str:
         from zlib import crc32
 
         name = f"{name[:40]}-{crc32(os.fsencode(name)):08x}"
-    return os.path.join(folder, f".{name}.transload-retag")  # noqa: PTH118 - pathlib costs ten milliseconds to import
+    return os.path.join(folder, f".{name}.transload-retag")

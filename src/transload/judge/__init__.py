@@ -12,6 +12,8 @@ from transload.frozen import replace
 from transload.io.sources import SourceLike
 from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
 
+__all__ = ["inspect", "integrity_of", "judge"]
+
 _NOT_LOADED = PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8
 

@@ -98,7 +98,7 @@ def _convert(checkpoint: Checkpoint) -> str:
     """The command that converts into a file of the same name, with another suffix."""
     if not is_named(checkpoint.path):
         return CONVERT
-    stem, ending = os.path.splitext(checkpoint.path.rstrip("/"))  # noqa: PTH122 - pathlib is slow to import
+    stem, ending = os.path.splitext(checkpoint.path.rstrip("/"))
     new = "NEW.safetensors" if ending == ".safetensors" else f"{stem}.safetensors"
     return f"$ transload convert {quoted(checkpoint.path)} {quoted(new)}"
 
@@ -193,7 +193,7 @@ _NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
 def refuse_broken(checkpoint: Checkpoint) -> None:
     """Raise if the file is not a checkpoint, or so damaged that tensors would be lost or wrong."""
     if checkpoint.integrity == "not-a-checkpoint":
-        folder = os.path.isdir(checkpoint.path)  # noqa: PTH112 - pathlib costs ten milliseconds to import
+        folder = os.path.isdir(checkpoint.path)
         kind = NotACheckpointDirectoryError if folder else NotACheckpointError
         raise _refusal(kind, checkpoint, {"not-a-checkpoint"})
     broken = set()

@@ -31,7 +31,7 @@ from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.frozen import NamedTuple
 from transload.io.memory import memory_at
-from transload.io.sources import FileSource, Source, SourceLike
+from transload.io.sources import FileSource, Progress, Source, SourceLike
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.jobs import (
     FEW_BYTES,
@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
     from transload.tensors.content import Content
 
+__all__ = ["load"]
+
 _PICKLE_ARGUMENTS = frozenset({"encoding", "errors", "fix_imports", "buffers"})
 
 
@@ -66,7 +68,7 @@ def load(
     weights_only: bool | None = None,
     mmap: bool | None = None,
     verify: bool = False,
-    progress: bool | Callable[[int, int], object] | None = None,
+    progress: Progress = None,
     threads: int | None = None,
     pinned_mb: int | None = None,
     direct: bool | None = None,

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_HERE = os.path.dirname(__file__) + os.sep  # noqa: PTH120 - pathlib costs more than all the rest
+__all__ = ["checked", "load_ipython_extension", "patch", "unload_ipython_extension", "unpatch"]
+
+_HERE = os.path.dirname(__file__) + os.sep
 _RUNNER = f"{_HERE}script.py"  # what is called from there is the program
-HOME = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120 - as above; what is on sys.path
+HOME = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # what is on sys.path
 
 
 class Patch:

@@ -31,7 +31,7 @@ def program_of(
         from transload.errors import CannotReadError
         from transload.findings import quoted
 
-        if os.path.exists(path):  # noqa: PTH110 - pathlib costs more than all the rest
+        if os.path.exists(path):
             raise CannotReadError(
                 "no permission to read it", where=path, fix=f"Ask its owner, or: chmod u+r {quoted(path)}"
             )
@@ -108,7 +108,7 @@ def _list_changes(process: int) -> None:
 def _module(words: list[str]) -> _Found:
     import runpy
 
-    _set_sys_path(os.getcwd())  # noqa: PTH109
+    _set_sys_path(os.getcwd())
     sys.argv = ["-m", *words[1:]]  # while its packages are imported
     try:
         # As pdb and trace do: it supports packages with a __main__, and has Python's messages for what cannot be run.
@@ -131,10 +131,10 @@ def _script(words: list[str]) -> _Found:
         _set_sys_path("")
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return "<stdin>", BuiltinImporter, None, compile(source, "<stdin>", "exec", dont_inherit=True)
-    path = os.path.join(os.getcwd(), words[0])  # noqa: PTH109, PTH118 - not normalised, like Python
-    packed = not os.path.isfile(path)  # noqa: PTH113  a folder, or a zip archive, with a __main__.py
+    path = os.path.join(os.getcwd(), words[0])  # not normalised, like Python
+    packed = not os.path.isfile(path)  # a folder, or a zip archive, with a __main__.py
     if not packed:
-        with open(path, "rb") as start:  # noqa: PTH123
+        with open(path, "rb") as start:
             may_be_archive = start.read(2) in (b"PK", b"#!")
         if may_be_archive:
             from zipfile import is_zipfile
@@ -149,7 +149,7 @@ def _script(words: list[str]) -> _Found:
         if spec is None:
             sys.exit(f"transload run: can't find '__main__' module in '{path}'")
         return spec.origin, spec.loader, spec, spec.loader.get_code("__main__")
-    _set_sys_path(os.path.dirname(os.path.realpath(path)))  # noqa: PTH120
+    _set_sys_path(os.path.dirname(os.path.realpath(path)))
     if path.endswith(".pyc"):
         compiled = SourcelessFileLoader("__main__", path)
         return path, compiled, None, compiled.get_code("__main__")

@@ -171,7 +171,7 @@ def _select(real: Any, self: Any, device: Any) -> None:
 def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """``torch.jit.load``, which does not use the registry of ``torch.load``: one device for the whole file."""
     wanted = map_location
-    if wanted is None and isinstance(f, str | os.PathLike) and os.path.isfile(f):  # noqa: PTH113
+    if wanted is None and isinstance(f, str | os.PathLike) and os.path.isfile(f):
         from transload.judge import inspect
         from transload.loading.placement import tags_of
 

@@ -36,7 +36,7 @@ from transload.frozen import Frozen, NamedTuple, Reported, replace
 from transload.io.atomic import AtomicFile, refuse_name
 from transload.io.packed import Assembly, SourceRange
 from transload.io.pool import progress_counter
-from transload.io.sources import Source, SourceLike, open_source
+from transload.io.sources import Progress, Source, SourceLike, open_source
 from transload.judge import inspect, judge
 from transload.judge.problems import SETS, rule_of
 from transload.nodes import REBUILDS, Call, Dict, called, walk_nodes
@@ -67,10 +67,9 @@ from transload.tensors.damage import Key, damages, key_of, records_of, sum_recor
 from transload.writing.output import Bundle, begins_with, refuse_existing
 from transload.writing.to_torch import TensorCalls
 
-__all__ = ["Rescue", "rescue"]
+__all__ = ["Rescue", "report", "rescue"]
 
 Fill = Literal["zeros", "nan"]
-_Progress = Callable[[int, int], object] | bool | None
 _PIECE = 4 << 20
 _SHOWN = 8
 _INDEX = "data.pkl"
@@ -174,7 +173,7 @@ def rescue(
     dry_run: bool = False,
     member: str = "",
     overwrite: bool = False,
-    progress: Callable[[int, int], object] | bool | None = None,
+    progress: Progress = None,
 ) -> Rescue:
     """Save the parts of a damaged checkpoint that are whole, or provably repairable, into a new file.
 
@@ -196,7 +195,7 @@ def rescue(
         raise UsageError("no output file is named", fix="Name one, or pass dry_run=True to see the plan.")
     if target:
         refuse_name(target)
-    if os.path.isdir(target):  # noqa: PTH112 - paths stay strings
+    if os.path.isdir(target):
         raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
     existing = [each for each in (target, f"{target}.rescue.json") if target and os.path.lexists(each)]
     for each in existing:
@@ -206,7 +205,7 @@ def rescue(
     for each in existing:  # only the report of another rescue is overwritten unasked
         if each == target or not begins_with(each, _REPORT):
             refuse_existing(each, overwrite=overwrite)
-    if (path.endswith(".index.json") or os.path.isdir(path)) and inspect(path).format in SETS:  # noqa: PTH112 - as above
+    if (path.endswith(".index.json") or os.path.isdir(path)) and inspect(path).format in SETS:
         if fill or member:
             what = "several files become one new file without the lost tensors: there is nothing to fill or to extract"
             raise UsageError(what, where=path, fix="Omit fill and member.")
@@ -229,10 +228,10 @@ def rescue(
 
 
 def _rescue_file(
-    src: SourceLike, path: str, target: str, member: str, fill: Fill | None, *, dry_run: bool, progress: _Progress
+    src: SourceLike, path: str, target: str, member: str, fill: Fill | None, *, dry_run: bool, progress: Progress
 ) -> Rescue:
     with ExitStack() as stack:
-        if path and os.path.isdir(path):  # noqa: PTH112 - as above
+        if path and os.path.isdir(path):
             recovered = recover_directory(path)
             source = recovered.source
         else:
@@ -323,7 +322,7 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack) -> tup
     """Open the source, and recover the file in it."""
     notes: list[str] = []
     folder, name = os.path.split(path)
-    if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):  # noqa: PTH110, PTH118 - as above
+    if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):
         # A rank's file is a sequence of small archives, which ``.metadata`` describes.
         what = "this is one of the files of a torch.distributed.checkpoint directory"
         raise RescueError(what, where=path, fix=f"Rescue the directory.\n{rescue_command(folder or '.')}")
@@ -389,7 +388,7 @@ _UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long"
 """Problems that are not damage, but prevented something from being read."""
 
 
-def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: _Progress) -> Rescue:
+def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: Progress) -> Rescue:
     """Rescue a checkpoint of several files, given its directory or index."""
     with open_content(path) as content:
         checkpoint = content.checkpoint

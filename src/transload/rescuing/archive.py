@@ -587,8 +587,8 @@ def recover_directory(path: str) -> Recovered:
     records: list[ArchiveRecord] = []
     # The index first, as torch writes it, so that a truncated file loses as little as possible.
     for order, file in enumerate(sorted(files, key=lambda file: not file.name.endswith("data.pkl"))):
-        name = os.fsencode(f"{os.path.basename(top)}/{file.name}")  # noqa: PTH119 - paths stay strings
-        content = SourceRange(ReopenedFile(os.path.join(top, file.name)), 0, file.size)  # noqa: PTH118 - as above
+        name = os.fsencode(f"{os.path.basename(top)}/{file.name}")
+        content = SourceRange(ReopenedFile(os.path.join(top, file.name)), 0, file.size)
         records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)
     archive = RebuiltArchive(records, path)

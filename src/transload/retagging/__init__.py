@@ -35,6 +35,8 @@ from transload.render.lines import Block, Prose, Table, Words, as_text, heading,
 from transload.render.words import plural, printable, size
 from transload.retagging.tags import edits_inside, same_but_tags, spliced, tag_edits, tag_of
 
+__all__ = ["Retag", "report", "retag", "several", "undo"]
+
 
 class TagChange(Plain):
     """A tag of a file, its new value (the same if it stays), and the storages that have it."""
@@ -110,7 +112,7 @@ def retag(
     target = "" if out is None else _path(out)
     if out is not None:
         refuse_name(target)
-    several = os.path.isdir(path) or path.endswith(".index.json")  # noqa: PTH112 - pathlib is slow to import
+    several = os.path.isdir(path) or path.endswith(".index.json")
     if target:
         journal.refuse_target(path, target)
         if keep_undo:

@@ -40,14 +40,16 @@ from transload.io.checksums import fastest_crc32
 from transload.io.cuda_driver import DriverError, cuda_driver
 from transload.io.memory import Pages, copy, memory_at
 from transload.io.pool import cores, each, progress_counter
+from transload.io.sources import Progress
 from transload.saving.background import background
 from transload.saving.pickling import Stored, merged_ranges, pickled
+
+__all__ = ["save", "save_async"]
 
 _MAX_ALIGNMENT = 1 << 16  # the length of the padding is a 16-bit number
 _NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # errors of a directory that cannot have a new file
 
 Origin = bool | Mapping[str, Any]
-Progress = bool | Callable[[int, int], object] | None
 
 
 def save(
@@ -121,7 +123,7 @@ def save_async(
     prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
     if path is not None:
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
-        prepared.path = os.path.join(os.getcwd(), path)  # noqa: PTH109, PTH118 - see above
+        prepared.path = os.path.join(os.getcwd(), path)
     prepared.copies, prepared.storages = snapshot_of(prepared.storages), []
     fastest_crc32()  # it imports a package, which a thread cannot do while the program ends
     return background.submit(prepared.path or f, prepared.write)
@@ -273,7 +275,7 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
                 {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
                 for each in devices
             ]
-            with open("/sys/module/nvidia/version", encoding="ascii") as file:  # noqa: PTH123
+            with open("/sys/module/nvidia/version", encoding="ascii") as file:
                 if driver := file.read(64).strip():
                     facts["driver"] = driver
     facts["time"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")

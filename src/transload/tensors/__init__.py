@@ -18,6 +18,8 @@ from transload.errors import BrokenFileError, UsageError
 from transload.frozen import Frozen, replace
 from transload.io.sources import FileSource, ObjectSource, Slice, Source, SourceLike, has_journal, open_source
 
+__all__ = ["OpenCheckpoint", "Piece", "ReopenedFile"]
+
 _ABSENT = object()  # no node: a node may be None
 _STREAM = "\0"
 """The key of a file object, which is read from its position on; no file can have this name."""
@@ -128,13 +130,13 @@ class OpenCheckpoint:
             from transload.io.journal import recover
 
             recover(path)
-        is_directory = os.path.isdir(path)  # noqa: PTH112 - pathlib costs ten milliseconds
+        is_directory = os.path.isdir(path)
         if not is_directory and not path.endswith(".index.json"):
             return self._single(FileSource(path), path)
         from transload.formats import read_source
         from transload.formats.directory import read_directory, read_sharded
 
-        self._folder = path if is_directory else os.path.dirname(path)  # noqa: PTH120 - the same
+        self._folder = path if is_directory else os.path.dirname(path)
         checkpoints: dict[str, Checkpoint] = {}
 
         def read(file: str) -> Checkpoint:
@@ -149,8 +151,8 @@ class OpenCheckpoint:
             known = [file for file in files if file in checkpoints]
             return checkpoint, tuple(_piece(checkpoints[file], self._open[file], file) for file in known)
         index = "data.pkl"
-        if not os.path.exists(_join(path, index)):  # noqa: PTH110 - the same
-            index = _join(next(iter(os.listdir(path)), ""), index)  # noqa: PTH208 - in the folder that unzip made
+        if not os.path.exists(_join(path, index)):
+            index = _join(next(iter(os.listdir(path)), ""), index)  # in the folder that unzip made
         return checkpoint, (Piece(checkpoint, lambda name: self._open_file(_join(path, name)), index=index),)
 
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:

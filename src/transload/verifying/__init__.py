@@ -32,7 +32,7 @@ from transload.frozen import Frozen, Reported
 from transload.io import pool
 from transload.io.atomic import AtomicFile
 from transload.io.checksums import fastest_crc32
-from transload.io.sources import FileSource, SourceLike
+from transload.io.sources import FileSource, Progress, SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, rule_of
 from transload.nodes import Call, Dict, Global, Persistent
@@ -42,7 +42,8 @@ from transload.render.words import count, plural, printable, size
 from transload.tensors.content import Allowance, Content, FileRange, open_content
 from transload.tensors.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
 
-__all__ = ["Damage", "Difference", "TensorSum", "Verification", "verify", "write_manifest"]
+__all__ = ["Damage", "Difference", "TensorSum", "Verification", "read_manifest", "refuse_target", "report", "several"]
+__all__ += ["verify", "write_manifest", "written"]
 
 
 class TensorSum(NamedTuple):
@@ -135,7 +136,7 @@ def verify(
     hashes: bool = False,
     values: bool = False,
     against: str | os.PathLike[str] | Manifest | None = None,
-    progress: bool | Callable[[int, int], object] | None = None,
+    progress: Progress = None,
 ) -> Verification:
     """Read every byte of a checkpoint, compare all checksums, and name the tensors whose bytes have changed.
 
@@ -174,7 +175,6 @@ def verify(
     return replace(result, seconds=time.perf_counter() - start)
 
 
-_Progress = bool | Callable[[int, int], object] | None
 _REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
 _PIECE = 1 << 20
 _ALONE = 4 << 20  # for fewer bytes it does not pay to start threads
@@ -196,7 +196,7 @@ class _HashJob(NamedTuple):
 class _Scan:
     """Reads every byte of a checkpoint, and keeps the bad records, the tensors that failed, and the bytes read."""
 
-    def __init__(self, content: Content, progress: _Progress, *, hashes: bool, values: bool) -> None:
+    def __init__(self, content: Content, progress: Progress, *, hashes: bool, values: bool) -> None:
         self._hashes, self._values = hashes, values
         self._records = records_of(content)
         self._entries: list[TensorSum] = []
@@ -204,7 +204,7 @@ class _Scan:
         jobs = self._plan(content) if hashes or values else []
         total = sum(record.stored for records in self._records.values() for record in records)
         total += sum(job.tensor.nbytes for job in jobs if job.key is None)
-        line = pool.Progress(pool.terminal() if progress is True else None, "verifying", passing=True)
+        line = pool.ProgressLine(pool.terminal() if progress is True else None, "verifying", passing=True)
         show = line if progress is None or isinstance(progress, bool) else progress
         self._nbytes = 0
 
@@ -503,7 +503,7 @@ class Manifest(NamedTuple):
         """The entry of a file, by its path, else by its file name, else the only one; ``ManifestError`` if unclear."""
 
         def name(path: str) -> str:
-            return os.path.basename(os.path.normpath(path))  # noqa: PTH119 - pathlib costs ten milliseconds
+            return os.path.basename(os.path.normpath(path))
 
         same = [entry for entry in self.files if os.path.normpath(entry.path) == os.path.normpath(path)]
         named = [entry for entry in self.files if name(entry.path) == name(path)]
@@ -518,15 +518,15 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
     """Refuse a path where no manifest can be written, before gigabytes are read for it."""
     if not overwrite and os.path.lexists(path):
         raise ManifestError("already exists", where=path, fix="Replace it: --force (overwrite=True in Python).")
-    if os.path.exists(path):  # noqa: PTH110 - pathlib costs ten milliseconds
+    if os.path.exists(path):
         # It may be the checkpoint itself.
         try:
             read_manifest(path)
         except TransloadError:
             what = "it is not a manifest, and --force replaces only manifests"
             raise ManifestError(what, where=path, fix="Name another file.") from None
-    folder = os.path.dirname(os.path.realpath(path))  # noqa: PTH120 - pathlib costs ten milliseconds
-    if not os.path.isdir(folder):  # noqa: PTH112 - as above
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder):
         raise ManifestError("there is no such directory", where=folder, fix=f"mkdir -p {quote(folder)}")
     if not os.access(folder, os.W_OK):
         raise ManifestError("this directory is not writable", where=folder, fix="Name another place.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_a
 from transload.frozen import Frozen, Reported
 from transload.io.atomic import remove_leftovers
 from transload.io.pool import progress_counter
-from transload.io.sources import FileSource, SourceLike
+from transload.io.sources import FileSource, Progress, SourceLike
 from transload.render.lines import Block, Prose, as_text, row
 from transload.render.words import plural, printable, size
 from transload.tensors.content import Content
@@ -44,6 +44,8 @@ from transload.writing.output import (
 from transload.writing.plan import SAFETENSORS_DTYPES, ConversionPlan, Options, member_name, notes
 from transload.writing.transfer import ConversionJob, TargetTensor, check_source, read_back, write_file
 
+__all__ = ["Conversion", "report", "write_content"]
+
 _LEFTOVERS_START = b'{\n "from": '
 """How every file of leftovers begins; no other file is replaced."""
 
@@ -57,7 +59,7 @@ def write_content(
     src: SourceLike | None = None,
     verify: bool,
     overwrite: bool,
-    progress: bool | Callable[[int, int], object] | None,
+    progress: Progress,
 ) -> Conversion:
     """Write an open checkpoint, damaged or not; ``src`` is what it was opened from, if not its path.
 
