@@ -92,9 +92,9 @@ class Tensor(NamedTuple):
     ``state_dict()``. ``offset`` is the offset in elements into the storage, as ``Tensor.storage_offset()``. ``kind``
     is ``strided`` for ordinary tensors, else ``quantized``, ``sparse_coo``, ``sparse_csr`` …, ``nested``, ``meta``,
     ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), or ``sharded`` (in pieces, over several
-    files: the path of a part ends in the position of its first element); tensors that consist of others have them as
-    ``parts``, and no storage. ``cls`` is the class if it is not plain ``torch.Tensor``. ``flags`` are ``conj`` and
-    ``neg``: the stored numbers still have to be conjugated or negated.
+    files); tensors that consist of others have them as ``parts``, and no storage. ``start`` of a part of a sharded
+    tensor is the position of its first element in the whole. ``cls`` is the class if it is not plain ``torch.Tensor``.
+    ``flags`` are ``conj`` and ``neg``: the stored numbers still have to be conjugated or negated.
     """
 
     path: tuple[Key, ...]
@@ -111,6 +111,7 @@ class Tensor(NamedTuple):
     parts: tuple[Tensor, ...] = ()
     file_offset: int | None = None
     flags: tuple[str, ...] = ()
+    start: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:

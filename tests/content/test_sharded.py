@@ -27,7 +27,7 @@ def sharded(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: in
         name = f"part{number}"
         files[name] = BytesSource(b"??" + data)
         storages.append(Storage(name, "0", "cpu", dtype, len(data), len(data), 2, file=name, big_endian=swapped))
-        parts.append(Tensor(("x", *first), f"x{first}", dtype, sizes, contiguous(sizes), "cpu", name))
+        parts.append(Tensor(("x", *first), f"x{first}", dtype, sizes, contiguous(sizes), "cpu", name, start=first))
     tensor = Tensor(("x",), "x", dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
     return Content(Checkpoint("x", "dcp", 0, tensors=(tensor,), storages=tuple(storages)), files.__getitem__)
 
@@ -91,7 +91,7 @@ def test_parts_cover_a_tensor_if_each_element_is_in_exactly_one(shape: tuple[int
             parts, seen = [], Counter[tuple[int, ...]]()
             for spans in chosen:
                 start, sizes = tuple(first for first, _ in spans), tuple(end - first for first, end in spans)
-                parts.append(Tensor(("x", *start), "x", "uint8", sizes, contiguous(sizes), "cpu", "0"))
+                parts.append(Tensor(("x", *start), "x", "uint8", sizes, contiguous(sizes), "cpu", "0", start=start))
                 seen.update(itertools.product(*(range(*span) for span in spans)))
             tensor = Tensor(
                 ("x",), "x", "uint8", shape, contiguous(shape), "cpu", None, kind="sharded", parts=(*parts,)

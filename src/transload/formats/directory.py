@@ -613,14 +613,14 @@ def _assembled(
             continue
         count, numel = count + 1, numel + prod(sizes)
         for part in found.get(at, ())[:1]:
-            parts.append(part._replace(path=(name, *at)))
+            parts.append(part._replace(path=(name, *at), start=at))
             if (part.dtype, part.shape) != (dtype, sizes):
                 detail = f"{part.dtype} {list(part.shape)} where .metadata says {dtype} {list(sizes)}"
                 noted.add("dcp-piece-mismatch", name, detail)
     if len(parts) < count or numel < prod(shape):
         noted.add("dcp-piece-missing", name, f"{len(parts):,} of {count:,} pieces were found")
     if len(parts) == 1 and parts[0].shape == shape:
-        return parts[0]._replace(path=(name,), name=name)
+        return parts[0]._replace(path=(name,), name=name, start=None)
     return Tensor((name,), name, dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
 
 

@@ -162,7 +162,7 @@ class RebuildReader:
         flags: tuple[str, ...] = ()
         if len(args) > flags_at and type(args[flags_at]) is Dict:  # {"conj": True}
             flags = tuple(flag for flag in ("conj", "neg") if args[flags_at].get(flag) is True)
-        fields = (path, name, dtype, shape, stride, device, key, offset, grad, "strided", "", (), begin, flags)
+        fields = (path, name, dtype, shape, stride, device, key, offset, grad, "strided", "", (), begin, flags, None)
         return _new(Tensor, fields)
 
     _rebuild_tensor = _rebuild_tensor_v2 = _strided

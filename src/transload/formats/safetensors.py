@@ -268,7 +268,7 @@ def add_tensor(
     nbytes, offset = end - begin, start + begin
     stored = nbytes if offset + nbytes <= out.nbytes else max(0, out.nbytes - offset)
     place = offset if stored or not nbytes else None
-    tensor = (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, ())
+    tensor = (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, (), None)
     out.tensors.append(_new(Tensor, tensor))
     storage = (name, name, "cpu", dtype, nbytes, stored, place, "", "", None, False, big_endian, path)
     out.storages.append(_new(Storage, storage))

@@ -422,7 +422,7 @@ class _Walk:
         self.table.users[key].append(name)
         if begin is not None:
             begin += offset * width
-        fields = (path, name, dtype, shape, stride, device, key, offset, False, "strided", "", (), begin, ())
+        fields = (path, name, dtype, shape, stride, device, key, offset, False, "strided", "", (), begin, (), None)
         return _new(Tensor, fields)
 
 

@@ -362,11 +362,10 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
 
 
 def box_of(part: Tensor, rank: int) -> Box:
-    """The box of a sharded tensor that a part fills: the path of the part ends in its start."""
-    at = part.path[len(part.path) - rank :] if rank else ()
-    if len(at) != rank or len(part.shape) != rank or not all(type(step) is int for step in at):
+    """The box of a sharded tensor that a part fills."""
+    if part.start is None or not len(part.start) == len(part.shape) == rank:
         raise LookupError("a part without a place")
-    return Box(at, part.shape)  # type: ignore[arg-type]
+    return Box(part.start, part.shape)
 
 
 def is_covered(tensor: Tensor) -> bool:
