@@ -16,7 +16,7 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint, Part
 from transload.formats import read
-from transload.formats.programs import HEADER, capability, read_elf
+from transload.formats.programs.aotinductor import HEADER, capability, read_elf
 
 FOLDER = "data/aotinductor/model/"
 

@@ -22,7 +22,7 @@ from tests.each import each
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.formats import read
-from transload.formats.programs import code_problems
+from transload.formats.programs.torchscript import code_problems
 
 RELEASES = [
     "torch-1.0.0-py2.7.18",

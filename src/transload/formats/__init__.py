@@ -196,22 +196,26 @@ def _zip_reader(archive: Archive, *, tree: bool) -> Callable[[Archive], Checkpoi
     """The reader for an archive with these records, or ``None``; only its module is imported."""
     has_pickle = archive.find("data.pkl")
     if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # model.json in 1.0 to 1.2
-        from transload.formats.programs import read_torchscript
+        from transload.formats.programs import torchscript
 
-        return read_torchscript
+        return torchscript.read
     from transload.formats.torch_zip import read_torch_zip
 
     reader = partial(read_torch_zip, tree=tree)
     if has_pickle:
         return reader
-    from transload.formats.programs import read_aotinductor, read_export, read_package
-
     if any(name.startswith("data/aotinductor/") for name in archive.records):
-        return read_aotinductor
+        from transload.formats.programs import aotinductor
+
+        return aotinductor.read
     if archive.find("archive_format") or any(name.startswith("serialized_") for name in archive.records):
-        return read_export
+        from transload.formats.programs import export
+
+        return export.read
     if archive.find(".data/extern_modules") or archive.find(".data/python_version"):
-        return read_package
+        from transload.formats.programs import package
+
+        return package.read
     # What is left of a torch.save archive whose index is lost.
     left = ("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0")
     return reader if any(archive.find(name) for name in left) else None

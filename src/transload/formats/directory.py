@@ -794,7 +794,7 @@ def read_unzipped(path: str) -> Checkpoint:
     ``file`` of a storage is relative to ``path``. A link that leads out of the directory is not followed: an untrusted
     archive could pass off any file of this machine as its own.
     """
-    from transload.formats.programs import read_package, read_torchscript
+    from transload.formats.programs import package, torchscript
 
     listing = list_directory(path)
     # Unzipping makes a folder for the records; the path may be that folder, or the one around it.
@@ -803,9 +803,9 @@ def read_unzipped(path: str) -> Checkpoint:
     archive = open_directory(str(Path(path, prefix)))
     archive.path = path
     if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
-        found = read_torchscript(archive)
+        found = torchscript.read(archive)
     else:
-        found = read_package(archive) if archive.find(".data/extern_modules") else read_torch_zip(archive)
+        found = package.read(archive) if archive.find(".data/extern_modules") else read_torch_zip(archive)
     storages = tuple(s._replace(file=f"{prefix}{s.record}" if s.record else "") for s in found.storages)
     kind = "torch-directory" if found.format == "torch-zip" else found.format
     return replace(found, format=kind, storages=storages, facts=(*found.facts, ("unpacked", "yes")))
