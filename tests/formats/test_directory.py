@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import forge
 
 import transload
 from transload.checkpoint import Checkpoint
@@ -31,6 +32,7 @@ from transload.formats.directory import (
 )
 from transload.judge import inspect
 
+np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
 
 not_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root can read everything")
@@ -257,6 +259,23 @@ class TestSharded:
         assert any("more like this" in problem.detail for problem in checkpoint.problems)
 
 
+# What transformers.Trainer saves, with fewer arguments.
+TRAINING_ARGS = (
+    b"\x80\x02ctransformers.training_args\nTrainingArguments\n)\x81}("
+    b"X\x02\0\0\0lrG?\xb9\x99\x99\x99\x99\x99\x9a"
+    b"X\x04\0\0\0evalctransformers.trainer_utils\nIntervalStrategy\nX\x02\0\0\0no\x85R"
+    b"X\x06\0\0\0configctransformers.trainer_pt_utils\nAcceleratorConfig\n)\x81}X\x01\0\0\0a\x88sb"
+    b"X\x03\0\0\0outcpathlib\nPosixPath\nX\x01\0\0\0x\x85R"
+    b"X\x05\0\0\0statecaccelerate.state\nPartialState\n)\x81}(X\x04\0\0\0_cpu\x88"
+    b"X\x06\0\0\0devicectorch\ndevice\nX\x03\0\0\0cpu\x85R"
+    b"X\x04\0\0\0typecaccelerate.utils.dataclasses\nDistributedType\nX\x02\0\0\0NO\x85Rubub."
+)
+
+
+def save_file(path: Path, pickled: bytes) -> None:
+    path.write_bytes(forge.checkpoint(pickled))
+
+
 class TestOneFile:
     def test_weights_file_among_other_files(self, tmp_path: Path) -> None:
         write_safetensors(tmp_path / "model.safetensors", {"a": (2,)})
@@ -279,6 +298,52 @@ class TestOneFile:
         checkpoint = inspect(tmp_path)
         assert checkpoint.safety == "dangerous"
         assert [use.full_name for use in checkpoint.globals] == ["os.getcwd"]
+
+    def test_arguments_of_the_training_run_beside_the_weights_need_no_trust(self, tmp_path: Path) -> None:
+        write_safetensors(tmp_path / "model.safetensors", {"a": (2,)})
+        save_file(tmp_path / "training_args.bin", TRAINING_ARGS)
+        torch.save({"numpy": np.random.get_state()}, tmp_path / "rng_state.pth")
+        checkpoint = inspect(tmp_path)
+        assert (checkpoint.safety, [finding.code for finding in checkpoint.findings]) == (
+            "data-only",
+            ["directory-others"],
+        )
+        assert {use.verdict for use in checkpoint.globals} == {"data", "harmless"}
+        assert inspect(tmp_path / "training_args.bin").safety == "needs-trust"
+        assert transload.load(tmp_path)["a"].shape == (2,)
+
+    @pytest.mark.parametrize(
+        ("old", "new", "safety"),
+        [
+            (b"AcceleratorConfig", b"Accelerator_config", "needs-trust"),  # a name that is not on the list
+            (b"ctransformers.trainer_pt_utils\nAcceleratorConfig", b"c__main__\nConfig", "needs-trust"),
+            (b"caccelerate.state\nPartialState\n)\x81", b"caccelerate.state\nPartialState\n(I1\nI2\ntR", "needs-trust"),
+            (b"caccelerate.state\nPartialState\n)\x81", b"caccelerate.state\nPartialState\n(]tR", "needs-trust"),
+            (b"caccelerate.state\nPartialState\n)\x81", b"caccelerate.state\nPartialState.load\n)R", "needs-trust"),
+            (b"caccelerate.state\nPartialState\n)\x81", b"cos\ngetcwd\n)R", "dangerous"),
+            (b"cpathlib\nPosixPath", b"cbuiltins\nprint", "dangerous"),
+        ],
+    )
+    def test_anything_else_in_the_arguments_counts(self, tmp_path: Path, old: bytes, new: bytes, safety: str) -> None:
+        write_safetensors(tmp_path / "model.safetensors", {"a": (2,)})
+        assert old in TRAINING_ARGS
+        save_file(tmp_path / "training_args.bin", TRAINING_ARGS.replace(old, new))
+        checkpoint = inspect(tmp_path)
+        assert checkpoint.safety == safety
+        if safety == "needs-trust":
+            (fix,) = [finding.fix for finding in checkpoint.findings if finding.code == "needs-trust"]
+            assert fix[-1] == f"$ transload inspect {tmp_path / 'training_args.bin'}"
+
+    def test_two_readings_of_a_file_beside_the_weights_are_dangerous(self, tmp_path: Path) -> None:
+        write_safetensors(tmp_path / "model.safetensors", {"a": (2,)})
+        frame = b"\x80\x04\x95" + struct.pack("<Q", 4) + b"cmac" + b"os\ngetcwd\n)R."
+        save_file(tmp_path / "training_args.bin", frame)
+        assert inspect(tmp_path).safety == "dangerous"
+
+    def test_lines_for_a_directory_load_it_with_transload(self, tmp_path: Path) -> None:
+        save_file(tmp_path / "pytorch_model.bin", TRAINING_ARGS)
+        (fix,) = [finding.fix for finding in inspect(tmp_path).findings if finding.code == "needs-trust"]
+        assert [line.strip() for line in fix if "load(" in line] == ["obj = transload.load(path)"]
 
     @pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin", "whatever.ckpt"])
     def test_weights_file_is_found_by_name_or_as_the_only_candidate(self, tmp_path: Path, name: str) -> None:
@@ -354,6 +419,19 @@ class TestDcp:
         assert ("torch.distributed.checkpoint.metadata", "Metadata") in names
         assert ("torch._utils", "_rebuild_tensor_v2") in names
         assert len(read_dir(dcp).pickles) == 5
+
+    def test_its_own_index_needs_no_trust(self, dcp: Path) -> None:
+        checkpoint = inspect(dcp)
+        assert (checkpoint.safety, checkpoint.ok, checkpoint.findings) == ("data-only", True, ())
+
+    @pytest.mark.parametrize(
+        ("function", "safety"), [(Merger, "needs-trust"), (print, "dangerous"), (os.getcwd, "dangerous")]
+    )
+    def test_other_names_in_its_index_count(self, dcp: Path, function: Callable[..., Any], safety: str) -> None:
+        index = pickle.loads((dcp / ".metadata").read_bytes())
+        index.planner_data = function
+        (dcp / ".metadata").write_bytes(pickle.dumps(index))
+        assert inspect(dcp).safety == safety
 
     def test_code_in_an_item_is_listed(self, tmp_path: Path) -> None:
         class Evil:

@@ -637,7 +637,11 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pt2", ".pth.tar", 
 MAX_DEPTH = 3
 _MAX_OTHERS = 20
 # The problems of a file beside the checkpoint that concern safety: whether its tensors are whole does not matter.
-_SAFETY_PROBLEMS = {"zip-shifted", "zip-duplicate-name", "zip-names-differ", "pickle-broken", "pickle-unreadable"}
+_SAFETY_PROBLEMS = {
+    *("pickle-ambiguous", "pickle-broken", "pickle-unreadable", "tar-ambiguous", "zip-directory-record"),
+    *("zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ", "zip-nul-name", "zip-odd-name"),
+    *("zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
+}
 
 
 def _kind(listing: Listing) -> str:

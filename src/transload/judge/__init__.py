@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
 from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.contents import GlobalUse, Judgement
-from transload.findings import INTEGRITY, Finding, Integrity, Safety, first_lines, worst_safety
+from transload.findings import INTEGRITY, Finding, Integrity, Safety, first_lines, quoted, worst_safety
 from transload.frozen import replace
 from transload.io.sources import SourceLike
 from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
@@ -42,7 +43,11 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     # Allowing names does not help if torch.save did not write the file, or with another pickle protocol.
     foreign = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
     foreign = foreign or any(pickle.rare for pickle in checkpoint.pickles if pickle.main)
-    names = _judge_pickles(checkpoint.pickles, "transload.load" if foreign else "torch.load")
+    folder = bool(checkpoint.parts) or checkpoint.format == "torch-directory"  # torch.load takes only files
+    load = "transload.load" if foreign or folder else "torch.load"
+    names = _judge_pickles(checkpoint.pickles, load)
+    if names.safety == "needs-trust" and checkpoint.parts:
+        names = _judge_apart(checkpoint, names, load)
     # Names need not be allowed in formats that torch.load does not read. That transload.load makes plain values without
     # trust is not true of a file that it does not read either.
     unread = names.as_data and any(problem.code == "not-a-checkpoint" for problem in checkpoint.problems)
@@ -106,6 +111,41 @@ def _judge_pickles(pickles: Sequence[Pickle], load: str = "torch.load") -> Judge
     from transload.judge.safety import judge_pickles
 
     return judge_pickles(pickles, load=load)
+
+
+def _judge_apart(checkpoint: Checkpoint, names: Judgement, load: str) -> Judgement:
+    """``names`` without trust for what only holds values, and that loading the checkpoint does not load.
+
+    That is the index of a distributed checkpoint, and files beside the weights, such as ``training_args.bin``.
+    """
+    from transload.judge.safety import holds_records, judge_pickles
+
+    kinds = {part.name: part.kind for part in checkpoint.parts}
+    own: list[Pickle] = []
+    apart: dict[str, list[Pickle]] = {}
+    for pickle in checkpoint.pickles:
+        file = pickle.name.partition(" › ")[0]
+        kind = kinds.get(file)
+        is_apart = kind == "index" or (kind == "beside the checkpoint" and not pickle.main)
+        (apart.setdefault(file, []) if is_apart else own).append(pickle)
+    untrusted = [file for file, pickles in apart.items() if not holds_records(pickles)]
+    judged = _judge_pickles(own, load)
+    if not untrusted:
+        return judged._replace(globals=names.globals)
+    others = judge_pickles(pickle for file in untrusted for pickle in apart[file])
+    findings = []
+    for finding in others.findings:
+        if finding.code == "needs-trust":
+            path = os.path.join(checkpoint.path, untrusted[0])
+            title = "files beside the weights ask for names that torch.load refuses"
+            fix = (
+                "Loading the weights does not need them. To load such a file:",
+                f"$ transload inspect {quoted(path)}",
+            )
+            finding = replace(finding, title=title, fix=fix)  # noqa: PLW2901
+        findings.append(finding)
+    worst = worst_safety(judged.safety, others.safety)
+    return names._replace(safety=worst, findings=(*judged.findings, *findings))
 
 
 def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:

@@ -39,7 +39,10 @@ PLAIN_VALUES = _TABLES["plain values"]
 ALSO_DATA = frozenset(_TABLES["also data"])
 """Names that torch refuses although they are data."""
 
-_HARMLESS = PLAIN_VALUES | _TABLES["harmless"]
+RECORDS = _TABLES["records"]
+"""Classes that only hold values."""
+
+_HARMLESS = PLAIN_VALUES | _TABLES["harmless"] | RECORDS
 _LIBRARIES = _TABLES["libraries"] | _TABLES["model libraries"]
 _VERBS, _CLASSES, _COMPUTES = (tuple(_TABLES[title]) for title in ("verbs", "classes", "computes"))
 _STDLIB_TESTS = tuple(

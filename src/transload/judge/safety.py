@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from transload.contents import GlobalUse, Judgement
@@ -561,6 +561,27 @@ def finds_plain_values(pickle: Pickle) -> bool:
     """Whether a pickle uses ``getattr``, and only for plain values."""
     calls = [call for call in pickle.calls if full_name(call.callee) == "builtins.getattr"]
     return bool(calls) and all(map(plain_value, calls))
+
+
+def holds_records(pickles: Sequence[Pickle]) -> bool:
+    """Whether pickles contain only data and objects of classes that only hold values, made without running them.
+
+    Such an object is made without arguments, or from one value, as a member of an enumeration is.
+    """
+    judgement = judge_pickles(pickles)
+    known = {*names.PLAIN_VALUES, *names.ALSO_DATA, *names.RECORDS}
+    if any(use.verdict != "data" and use.full_name not in known for use in judgement.globals):
+        return False
+    if any(finding.code != "needs-trust" for finding in judgement.findings) or not are_plain(pickles):
+        return False
+    calls = (call for pickle in pickles for call in pickle.calls if full_name(call.callee) in names.RECORDS)
+    return all(
+        not call.items
+        and not call.appended
+        and call.kwargs is None
+        and (call.args == () or (type(call.args) is tuple and [type(a) in (str, int) for a in call.args] == [True]))
+        for call in calls
+    )
 
 
 def _is_newobj_ex(callee: object) -> bool:
