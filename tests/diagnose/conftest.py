@@ -5,6 +5,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise the timeouts for busy machines: forged nodes and drivers answer at once, but a forked child may be slow."""
+    """Raise the timeout for busy machines: forged nodes and drivers answer at once, but a forked child may be slow."""
     monkeypatch.setattr("transload.diagnose.probes.system.PATIENCE", 20.0)
-    monkeypatch.setattr("transload.diagnose.probes.system.DRIVER_PATIENCE", 20.0)

@@ -67,8 +67,8 @@ def test_facts_are_reported_in_order() -> None:
 
 
 def test_final_records_are_kept_after_thousands_of_steps() -> None:
-    result = outcome("for n in range(9000): report.say(doing=n)\nreport.say(a=1); report.done()")
-    assert (result.state, result.records) == ("answered", ({"doing": 8999}, {"a": 1}, {"done": True}))
+    result = outcome("for n in range(9000): report.say(doing=str(n))\nreport.say(a=1); report.done()")
+    assert (result.state, result.records) == ("answered", ({"doing": "8999"}, {"a": 1}, {"done": True}))
     result = outcome("for n in range(9000): report.say(a=n)\nreport.done()")
     assert result.state == "answered"
 
@@ -234,6 +234,32 @@ def test_end_by_only_shortens_the_deadline() -> None:
         assert child.outcome().state == "hung"
 
 
+def test_deadline_moves_by_the_time_that_the_child_waited_for_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = question("time.sleep(0.5); report.done()")
+    monkeypatch.setattr(children, "_waited", lambda _: 60.0)
+    with Child(slow, 0.01) as child:
+        assert child.outcome().state == "answered"
+    with Child(slow, 0.01) as child:
+        child.end_by(child.begun)
+        assert child.outcome().state == "hung"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_process_that_gets_no_processor_waits_for_one() -> None:
+    """A process of the class SCHED_IDLE runs only while no other process wants its processor."""
+    spin = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin]) as busy:
+        try:
+            text = f"os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0)); {spin}"
+            with Child(question(text), TIMEOUT) as child:
+                while children._waited(child.pid) < 0.2 and not child.ended():
+                    time.sleep(0.01)
+                assert not child.ended()
+        finally:
+            busy.kill()
+    assert children._waited(1 << 30) == 0.0  # no such process
+
+
 def test_idle_child_is_ended_before_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "_POLL", 0.05)
     monkeypatch.setattr(children, "_SLOW", 0.0)
@@ -295,7 +321,7 @@ with Child(Question({question(text).script!r}, sys.executable, Host(environ={{}}
 
 
 def test_child_ends_itself_with_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(children, "_BACKSTOP", 1 - TIMEOUT)
+    monkeypatch.setattr(children, "_BACKSTOP", 1 - TIMEOUT - children._LATE)
     assert outcome("report.say(doing='work'); time.sleep(600)").detail == "SIGALRM in work"
 
 

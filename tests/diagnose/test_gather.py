@@ -76,7 +76,7 @@ def test_rank_with_broken_torch_reports_and_absent_rank_is_named(
     assert [agent.returncode for agent in agents] == [1] * nodes, agents
     if RELEASE >= (2, 6):  # older ones do not print it; the agent of the second node may lose the store before
         assert "transload doctor exits with 1: see the comparison" in agents[0].stderr, agents
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 240  # not the five minutes of an agent
     result = json.loads("".join(agent.stdout for agent in agents))
     assert (result["nodes"], result["silent"]) == (["rank 0", "rank 1", "rank 2"], absent), agents
     # On a machine whose GPU is hidden, all ranks have further faults.
@@ -106,7 +106,7 @@ def test_init_container_command_of_the_recipe(tmp_path: Path) -> None:
         )
         for index in (0, 1)
     ]
-    first, _ = (pod.communicate(timeout=60)[0] for pod in pods)
+    first, _ = (pod.communicate(timeout=300)[0] for pod in pods)
     result = json.loads(first)
     assert result["nodes"] == ["rank 0", "rank 1"]
     assert [pod.returncode for pod in pods] == [0 if result["ok"] else 1, 0]

@@ -28,13 +28,15 @@ from transload.machine import ChildAnswer, State, Unknown
 
 MARK = b"\x1e"  # Marks each line that is meant for the parent; libraries print everything else.
 
-_GRACE = 0.2  # Seconds without a line after which no more output of a dead child is expected.
+_GRACE = 0.5  # Seconds without a line after which no more output of a dead child is expected.
 _DYING = 1.0  # Seconds to wait after SIGKILL: the driver frees the GPU first, and a process inside it may never die.
 _NOISE = 1 << 14  # Bytes of other output to keep, since it may be endless; enough for Python's stack.
 _LINE = 1 << 16  # The longest line to keep, for the same reason.
 _RECORDS = 4096
+_LATE = 20.0
+"""The most seconds that a deadline moves because the child waited for a processor: on a busy machine it is not hung."""
 _BACKSTOP = 5
-"""Seconds after its deadline at which a child ends itself if the parent is gone and the lifeline did not work."""
+"""Seconds after the last deadline when a child ends itself if the parent is gone and the lifeline did not work."""
 _STDERR = 2  # File descriptors up to this one are replaced in the child.
 _POLL = 1.0  # Seconds between two checks of what a child is doing.
 _SLOW = 1.0  # Seconds after which to report where a child is.
@@ -120,6 +122,7 @@ class Child(AbstractContextManager["Child"]):
     def __init__(self, question: Question, seconds: float) -> None:
         self.begun = monotonic()
         self.deadline = self.begun + seconds
+        self._late = _LATE
         self.records: list[dict[str, Any]] = []
         self._last_output = self.begun
         self._done = False
@@ -144,7 +147,7 @@ class Child(AbstractContextManager["Child"]):
         cwd = question.host.real(question.host.cwd)
         try:
             self._process = process = subprocess.Popen(  # noqa: S603  the interpreter that the user names is examined
-                [*command, str(round(seconds + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],
+                [*command, str(round(seconds + _LATE + _BACKSTOP)), str(*inherited or (-1,)), *question.arguments],
                 bufsize=0,
                 stdin=subprocess.PIPE,  # and closed at once: /dev/null may be missing where devices are hidden
                 stdout=subprocess.PIPE,
@@ -180,7 +183,13 @@ class Child(AbstractContextManager["Child"]):
 
     def end_by(self, deadline: float) -> None:
         """Bring its deadline forward to ``deadline``, on the monotonic clock, if that is sooner."""
-        self.deadline = min(self.deadline, deadline)
+        if deadline < self.deadline:
+            self.deadline, self._late = deadline, 0.0
+
+    def _left(self) -> float:
+        """Seconds until its deadline, or until a later one if it had to wait for a processor."""
+        left = self.deadline - monotonic()
+        return left if left > 0 else left + min(_waited(self.pid), self._late)
 
     def ended(self) -> bool:
         """Whether it is done or dead, without waiting."""
@@ -197,7 +206,7 @@ class Child(AbstractContextManager["Child"]):
             return Outcome("unasked", end=self._refusal)
         idle, checked = 0.0, monotonic()
         active, work, place = checked, -1, ""  # when it was last seen at work, how much it had done, and where
-        while not self.ended() and (left := self.deadline - monotonic()) > 0:
+        while not self.ended() and (left := self._left()) > 0:
             self._finished.wait(min(left, 0.05))
             if (now := monotonic()) - checked < _POLL:
                 continue
@@ -216,15 +225,14 @@ class Child(AbstractContextManager["Child"]):
             # Its last output may still be in the pipe, which something that it started may hold open.
             lines = -1
             while not self._finished.wait(_GRACE):
-                if lines == self._lines or monotonic() > self.deadline:
+                if lines == self._lines or self._left() <= 0:
                     self._finish()
                 lines = self._lines
         state: State = "answered" if self._done else "hung"
         end = "" if self._done else "hung"
         if not self._done:
             with suppress(subprocess.TimeoutExpired):  # it may have closed its output and still run
-                left = 0.0 if idle else self.deadline - monotonic()
-                state, end = "crashed", _status(process.wait(max(0.0, left)))
+                state, end = "crashed", _status(process.wait(0.0 if idle else max(0.0, self._left())))
         seconds = (monotonic() if state == "hung" else self._last_output) - self.begun
         if not self.close():
             end += ", and could not be killed,"
@@ -313,6 +321,15 @@ def _work_done(session: int) -> int:
     return sum(done) if done else -1
 
 
+def _waited(pid: int) -> float:
+    """Seconds that the main thread of a process was ready to run but had no processor; 0 if unknown."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as stream:
+            return int(stream.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def _status(code: int) -> str:
     """An exit code in words.
 
@@ -357,7 +374,6 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
         return ()
     import select
 
-    deadline = monotonic() + seconds
     try:
         ours, theirs = os.pipe()
         try:
@@ -380,11 +396,12 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
         finally:
             os._exit(0)
     os.close(theirs)
-    data, ended = b"", False
+    data, ended, begun = b"", False, monotonic()
     try:
-        while not ended and select.select([ours], [], [], max(0.0, deadline - monotonic()))[0]:
-            piece = os.read(ours, _LINE)
-            data, ended = data + piece, not piece
+        while not ended and (left := begun + seconds + min(_waited(child), _LATE) - monotonic()) > 0:
+            if select.select([ours], [], [], left)[0]:
+                piece = os.read(ours, _LINE)
+                data, ended = data + piece, not piece
     finally:
         os.close(ours)
     with suppress(OSError):  # another thread has reaped it

@@ -151,7 +151,7 @@ def test_excluded_card_and_unreadable_information(tmp_path: Path) -> None:
 
 
 def test_file_that_blocks_does_not_block_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transload.diagnose.probes.system.DRIVER_PATIENCE", 1.0)
+    monkeypatch.setattr("transload.diagnose.probes.system.PATIENCE", 1.0)
 
     class Hanging(TreeHost):
         def data(self, path: str, limit: int = 1 << 20, start: int = 0) -> bytes | Unknown:

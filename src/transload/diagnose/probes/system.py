@@ -356,7 +356,9 @@ _SECURE_BOOT = "/sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e
 _MOST = 64  # the most cards, kernels, and nodes of a folder: every MIG instance of every card can have its own
 _DEPENDENCIES = 8 << 20  # a modules.dep has about one megabyte
 _STANZA = 1 << 14  # characters about one package in dpkg's status
-DRIVER_PATIENCE = 0.5  # Seconds for reading the files of all cards: a broken driver may never answer.
+PATIENCE = 0.5
+"""Seconds for the files of all cards, and for the nodes. A broken driver may never answer. A refusal is immediate; an
+open that takes longer was allowed, and initializes a card."""
 
 
 def kernel(host: Host) -> facts.Kernel:
@@ -402,7 +404,7 @@ def kernel(host: Host) -> facts.Kernel:
     addresses = (host.listdir(f"{_PROC}/gpus") or ())[:_MOST]
     questions = [lambda at=each: host.text(f"{_PROC}/gpus/{at}/information", 1 << 14) or "" for each in addresses]
     gpus = []
-    for address, text in zip(addresses, in_fork(questions, DRIVER_PATIENCE), strict=True):
+    for address, text in zip(addresses, in_fork(questions, PATIENCE), strict=True):
         values = pairs(text or "", ":")
         minor = values.get("Device Minor", "")
         gpu = facts.ProcGpu(
@@ -535,7 +537,6 @@ def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
 _NAMES = re.compile(r"nvidia\d+|nvidiactl|nvidia-(?:uvm|uvm-tools|modeset|nvswitchctl|nvlink)|dxg|nvmap|nvhost-.*|kfd")
 _MAJORS = re.compile(r"^ *(\d{1,4}) (nvidia\S*|kfd|drm|accel)$", re.MULTILINE)
 _CGROUP = r"^\d+:(?:\w+,)*devices(?:,\w+)*:(/.*)$"
-PATIENCE = 0.25  # Seconds. A refusal is immediate; an open that takes longer was allowed, and initializes a card.
 
 
 def nodes(host: Host) -> facts.Nodes:
