@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 from transload.diagnose import fixes
-from transload.diagnose.tables import chip_of, numbers_of, result, title
+from transload.diagnose.tables import Chip, chip_of, numbers_of, result, title
 from transload.findings import Finding, Severity
-from transload.machine import Accelerator, Library, Machine, PciDevice, Step
+from transload.machine import Accelerator, Experiment, Library, Machine, Node, PciDevice, Step
 from transload.render.words import plural
 
 Lines = tuple[str, ...]
@@ -75,15 +76,15 @@ class Rule(NamedTuple):
 
     def finding(self, case: Case) -> Finding | None:
         """What the rule reports about a machine; ``None`` if it does not match."""
-        match = case.found(self.check).get(self.code) if self.check else None
+        match = case.matches_of(self.check).get(self.code) if self.check else None
         if match is None:
             return None
         steps = case.steps(self.code) if match.fix is None else match.fix
         evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, steps))
-        own = next((line.removeprefix("= ") for line in fix if line.startswith("= ")), "") or title(self.code)
+        name = next((line.removeprefix("= ") for line in fix if line.startswith("= ")), "") or title(self.code)
         likely = "probably: " if self.likely or match.likely else ""
         fix = tuple(line for line in fix if not line.startswith("= "))
-        return Finding(self.code, match.severity, f"{likely}{own}", evidence, fix)
+        return Finding(self.code, match.severity, f"{likely}{name}", evidence, fix)
 
 
 # Causes that the facts of a machine cannot show.
@@ -123,135 +124,280 @@ class Card(NamedTuple):
         return f"{self.name} has compute capability {self.capability[0]}.{self.capability[1]}"
 
 
-class Case(Machine):
-    """A machine to be judged: its facts, and conclusions from them."""
+def _chip_name(chip: Chip | None) -> str:
+    return f" ({chip.code}, {chip.generation})" if chip else ""
 
-    __setattr__ = object.__setattr__  # a machine is frozen, and ``__init__`` adds to it
+
+class Case(Machine):
+    """A machine to be judged: its facts, and conclusions from them, each drawn when a rule first asks for it."""
 
     def __init__(self, machine: Machine) -> None:
         self.__dict__.update(machine.__dict__)
-        self._found: dict[Check, dict[str, Match]] = {}
-        self._log = ""
-        cuda, nvml, kernel, hardware = self.driver.cuda, self.driver.nvml, self.kernel, self.hardware
-        run, first = self.torch_run, self.torch.first
 
-        # -- the nodes: those of cards that exist, /dev/nvidia0 and so on; and whether /dev has no NVIDIA node at all
-        found, at = self.nodes.found, self.nodes.at
-        self.card_nodes = tuple(node for node in found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
-        self.nodes_absent = bool(found) and not (self.card_nodes or at(CONTROL).exists or at(UVM).exists)
+    # -- CUDA and its driver
 
-        # -- CUDA: whether the driver or torch used a GPU, which no rule may contradict
-        self.works = cuda.works or run.cuda_works
-        unasked = cuda.answer.state == "unasked"
-        # Whether the driver should have been asked, but the child process could not be run.
-        self.driver_unasked = unasked and bool(cuda.answer.detail or "cuda" in self.problems)
-        self.no_libcuda = cuda.answer.state == "no-library"
-        # Whether the driver was asked and has no GPU; or could not be asked, and files show that it must fail: no
-        # process can use a GPU on the PCI bus without the kernel module or a device node.
-        off_bus = self.surroundings.wsl or hardware.dxg or hardware.tegra
-        must_fail = not off_bus and (kernel.loaded is False or self.nodes_absent)
-        self.fails = not self.works and (not unasked or (self.driver_unasked and must_fail))
-        # The variables without which the driver works, and a line about that experiment; empty if none succeeded.
-        tried = next((tried for tried in self.driver.experiments if tried.cuda.works), None)
-        self.works_without = tried.change if tried else ()
-        starts = f"without {', '.join(self.works_without)} the driver starts and finds "
-        self.works_without_line = f"{starts}{plural(tried.cuda.count, 'GPU')}" if tried else ""
-        # Whether the driver fails for a reason other than a variable.
-        self.broken = self.fails and not self.works_without
-        # What the driver returned: the first result that is not 0, 100 for no device, -1 without an answer.
+    @cached_property
+    def cuda_works(self) -> bool:
+        """Whether the driver or torch used a GPU, which no rule may contradict."""
+        return self.driver.cuda.works or self.torch_run.cuda_works
+
+    @cached_property
+    def driver_unasked(self) -> bool:
+        """Whether the driver should have been asked, but the child process could not be run."""
+        cuda = self.driver.cuda.answer
+        return cuda.state == "unasked" and bool(cuda.detail or "cuda" in self.problems)
+
+    @cached_property
+    def driver_fails(self) -> bool:
+        """Whether the driver has no GPU; or was not asked, and files show that it must fail.
+
+        No process can use a GPU on the PCI bus without the kernel module or a device node.
+        """
+        off_bus = self.surroundings.wsl or self.hardware.dxg or self.hardware.tegra
+        must_fail = not off_bus and (self.kernel.loaded is False or self.nodes_absent)
+        asked = self.driver.cuda.answer.state != "unasked"
+        return not self.cuda_works and (asked or (self.driver_unasked and must_fail))
+
+    @cached_property
+    def driver_broken(self) -> bool:
+        """Whether the driver fails for a reason other than a variable."""
+        return self.driver_fails and not self.works_without
+
+    @cached_property
+    def driver_result(self) -> int:
+        """What the driver returned: the first result that is not 0, 100 for no device, -1 without an answer."""
+        cuda = self.driver.cuda
         counted = cuda.count_code if cuda.count_code > 0 else 100 if cuda.count == 0 else 0
-        self.code = (cuda.init or counted) if cuda.answer.answered else -1
-        # The CUDA version that the driver reports, 12080 for 12.8; 0 if unknown.
-        self.driver_cuda = cuda.version or nvml.cuda
-        # The libcuda.so.1 that a process loads: the file that was mapped, else the one that the loader should find.
-        libraries = self.driver.libraries
-        same = (lib for lib in libraries.cuda or () if cuda.library and cuda.library in (lib.path, lib.target))
-        self.libcuda: Library | None = next(same, libraries.libcuda)
-        # That library, if it is a driver's own and its version differs from the kernel driver's.
-        lib = self.libcuda if self.libcuda and self.libcuda.kind == "driver" else None
-        known = lib and kernel.version and _RELEASE.fullmatch(lib.version)
-        self.mismatched = lib if lib and known and lib.version != kernel.version else None
-        # Whether NVML, and so the kernel driver, works and sees a card.
-        self.nvml_works = nvml.answer.answered and nvml.init == 0 and nvml.count > 0
-        # Whether the driver fails and no card has a node. There may be a forbidden /dev/nvidiactl: libcuda creates it.
-        only_control = at(CONTROL).error == "EPERM" and not (self.card_nodes or at(UVM).exists)
-        self.without_nodes = self.broken and (self.nodes_absent or only_control)
+        return (cuda.init or counted) if cuda.answer.answered else -1
 
-        # -- the card: whether it was removed while its driver is still loaded, which keeps the nodes
+    @cached_property
+    def driver_result_line(self) -> str:
+        """What the CUDA driver returned, in words."""
+        cuda = self.driver.cuda
+        answer = cuda.answer
+        if self.no_libcuda:
+            return "the loader finds no libcuda.so.1"
+        if answer.state in ("hung", "crashed"):
+            end = f"gave no answer within {answer.seconds:.0f} s" if answer.state == "hung" else "crashed"
+            return f"the CUDA driver {end}: {answer.detail}".rstrip(": ")
+        if not answer.answered:
+            return f"libcuda.so.1 could not be used: {answer.detail or answer.state}"
+        if cuda.init == 0:
+            return f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
+        return f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()
+
+    @cached_property
+    def driver_cuda(self) -> int:
+        """The CUDA version that the driver reports, 12080 for 12.8; 0 if unknown."""
+        return self.driver.cuda.version or self.driver.nvml.cuda
+
+    @cached_property
+    def _success(self) -> Experiment | None:
+        """The first experiment in which the driver worked."""
+        return next((experiment for experiment in self.driver.experiments if experiment.cuda.works), None)
+
+    @cached_property
+    def works_without(self) -> Lines:
+        """The variables without which the driver works; empty if no experiment succeeded."""
+        return self._success.change if self._success else ()
+
+    @cached_property
+    def works_without_line(self) -> str:
+        """A line about that experiment; empty if none succeeded."""
+        if not self._success:
+            return ""
+        gpus = plural(self._success.cuda.count, "GPU")
+        return f"without {', '.join(self.works_without)} the driver starts and finds {gpus}"
+
+    @cached_property
+    def nvml_works(self) -> bool:
+        """Whether NVML, and so the kernel driver, works and sees a card."""
+        nvml = self.driver.nvml
+        return nvml.answer.answered and nvml.init == 0 and nvml.count > 0
+
+    @cached_property
+    def nvml_result_line(self) -> str:
+        """What NVML returned, in words."""
+        nvml = self.driver.nvml
+        if not nvml.answer.answered:
+            return f"NVML: {nvml.answer.detail or nvml.answer.state}"
+        if nvml.init:
+            return f"nvmlInit returned {nvml.init} {result('nvml', nvml.init).name}".rstrip()
+        return f"NVML works and sees {plural(max(nvml.count, 0), 'GPU')}"
+
+    @cached_property
+    def kernel_line(self) -> str:
+        """Which kernel driver is loaded."""
+        if not self.kernel.loaded:
+            return "the kernel module nvidia is not loaded"
+        flavour = f", {self.kernel.flavour} flavour" if self.kernel.flavour else ""
+        return f"the loaded kernel driver is {self.kernel.version or 'of unknown version'}{flavour}"
+
+    # -- the driver's library and nodes
+
+    @cached_property
+    def no_libcuda(self) -> bool:
+        """Whether the loader finds no libcuda.so.1."""
+        return self.driver.cuda.answer.state == "no-library"
+
+    @cached_property
+    def libcuda(self) -> Library | None:
+        """The libcuda.so.1 that a process loads: the file that was mapped, else the one that the loader should find."""
+        libraries, mapped = self.driver.libraries, self.driver.cuda.library
+        same = (lib for lib in libraries.cuda or () if mapped and mapped in (lib.path, lib.target))
+        return next(same, libraries.libcuda)
+
+    @cached_property
+    def mismatched_libcuda(self) -> Library | None:
+        """That library, if it is a driver's own and its version differs from the kernel driver's."""
+        lib = self.libcuda if self.libcuda and self.libcuda.kind == "driver" else None
+        comparable = lib and self.kernel.version and _RELEASE.fullmatch(lib.version)
+        return lib if lib and comparable and lib.version != self.kernel.version else None
+
+    @cached_property
+    def card_nodes(self) -> tuple[Node, ...]:
+        """The nodes of cards that exist: /dev/nvidia0 and so on."""
+        return tuple(node for node in self.nodes.found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
+
+    @cached_property
+    def nodes_absent(self) -> bool:
+        """Whether /dev has no NVIDIA node at all."""
+        nodes = self.nodes
+        return bool(nodes.found) and not (self.card_nodes or nodes.at(CONTROL).exists or nodes.at(UVM).exists)
+
+    @cached_property
+    def fails_without_nodes(self) -> bool:
+        """Whether the driver fails and no card has a node. A forbidden /dev/nvidiactl may exist: libcuda makes it."""
+        forbidden = self.nodes.at(CONTROL).error == "EPERM"
+        only_control = forbidden and not (self.card_nodes or self.nodes.at(UVM).exists)
+        return self.driver_broken and (self.nodes_absent or only_control)
+
+    # -- the cards
+
+    @cached_property
+    def _removed(self) -> bool:
+        """Whether the card was removed while its driver is still loaded, which keeps the nodes."""
+        hardware, kernel = self.hardware, self.kernel
         no_card = isinstance(hardware.pci, tuple) and not (hardware.present or kernel.gpus)
-        removed = no_card and kernel.loaded is True and not self.surroundings.container
-        # Whether the host, even outside of this container, certainly has an NVIDIA card.
-        self.host_has_gpu = bool(hardware.gpus or kernel.loaded or kernel.gpus) and not removed
-        # Whether no NVIDIA GPU was found anywhere: then the driver cannot be at fault.
-        node = found and not self.nodes_absent and not removed
-        trace = hardware.present or self.host_has_gpu or node or self.nvml_works or self.works or self.surroundings.wsl
-        self.no_gpu = isinstance(hardware.pci, tuple) and not trace
-        # Whether there certainly is an NVIDIA GPU: under WSL /dev/dxg may be another vendor's. ``None``: unknown.
-        in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in libraries.cuda or ())
-        self.has_nvidia = bool(hardware.gpus or hardware.tegra or in_wsl or cuda.works or self.nvml_works)
-        self.nvidia = True if self.has_nvidia else False if self.no_gpu else None
-        # A line about each card on the bus; and the cards of this process, or all listed ones if the driver fails.
-        lines, on_bus = [], []
-        for card in hardware.gpus:
-            chip = chip_of(card.device)
-            name = f" ({chip.code}, {chip.generation})" if chip else ""
+        return no_card and kernel.loaded is True and not self.surroundings.container
+
+    @cached_property
+    def host_has_gpu(self) -> bool:
+        """Whether the host, even outside of this container, certainly has an NVIDIA card."""
+        return bool(self.hardware.gpus or self.kernel.loaded or self.kernel.gpus) and not self._removed
+
+    @cached_property
+    def no_gpu(self) -> bool:
+        """Whether no NVIDIA GPU was found anywhere: then the driver cannot be at fault."""
+        node = self.nodes.found and not self.nodes_absent and not self._removed
+        works = self.nvml_works or self.cuda_works
+        trace = self.hardware.present or self.host_has_gpu or node or works or self.surroundings.wsl
+        return isinstance(self.hardware.pci, tuple) and not trace
+
+    @cached_property
+    def has_nvidia(self) -> bool:
+        """Whether there certainly is an NVIDIA GPU: under WSL /dev/dxg may be another vendor's."""
+        hardware = self.hardware
+        in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in self.driver.libraries.cuda or ())
+        return bool(hardware.gpus or hardware.tegra or in_wsl or self.driver.cuda.works or self.nvml_works)
+
+    @property
+    def has_nvidia_if_known(self) -> bool | None:
+        """The same; ``None`` if it is unknown whether there is one."""
+        return True if self.has_nvidia else False if self.no_gpu else None
+
+    @cached_property
+    def card_lines(self) -> Lines:
+        """A line about each card on the bus."""
+        lines = []
+        for card in self.hardware.gpus:
             driver = f", bound to {card.driver}" if card.driver else ", not bound to a driver"
             asleep = f", in power state {card.power}" if card.power not in ("", "D0", "unknown") else ""
-            lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{name}{driver}{asleep}")
-            if chip and chip.capability and card.driver != "vfio-pci":
-                on_bus.append(Card(f"the card at {card.address}{name}", chip.capability, not chip.inferred))
+            chip = _chip_name(chip_of(card.device))
+            lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{chip}{driver}{asleep}")
+        return tuple(lines)
+
+    @cached_property
+    def cards(self) -> tuple[Card, ...]:
+        """The cards of this process, or all on the bus if the driver fails."""
+        cuda, nvml = self.driver.cuda, self.driver.nvml
         gpus = cuda.gpus if cuda.works else nvml.gpus
         listed = [Card(gpu.name or "the GPU", gpu.capability) for gpu in gpus if len(gpu.capability) == 2]
-        self.card_lines, self.cards = tuple(lines), tuple(listed or on_bus)
-        # The cards on the bus that NVML does not list as usable. NVML writes PCI domains with eight digits, sysfs four.
+        chips = ((card, chip_of(card.device)) for card in self.hardware.gpus if card.driver != "vfio-pci")
+        on_bus = (
+            Card(f"the card at {card.address}{_chip_name(chip)}", chip.capability, not chip.inferred)
+            for card, chip in chips
+            if chip and chip.capability
+        )
+        return tuple(listed or on_bus)
+
+    @cached_property
+    def unseen_cards(self) -> tuple[PciDevice, ...]:
+        """The cards on the bus that NVML does not list as usable."""
+        nvml, gpus = self.driver.nvml, self.hardware.gpus
+        # NVML writes PCI domains with eight digits, sysfs with four.
         seen = {gpu.address[-12:].lower() for gpu in nvml.gpus if gpu.code == 0 and gpu.address}
-        all_seen = not seen and self.nvml_works and nvml.count >= len(hardware.gpus)
-        unseen = (card for card in hardware.gpus if card.address[-12:].lower() not in seen and not all_seen)
-        self.unseen_cards: tuple[PciDevice, ...] = tuple(unseen)
-        # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
-        wants_gpu = first is None or not first.cpu_only or self.torch.shadow
-        self.no_gpu_severity: Severity = "error" if wants_gpu else "note"
-        # Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does.
-        self.needs_driver = bool(hardware.gpus) and self.broken and not self.surroundings.wsl
-        # Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but means none in a count.
+        all_seen = not seen and self.nvml_works and nvml.count >= len(gpus)
+        return tuple(card for card in gpus if card.address[-12:].lower() not in seen and not all_seen)
+
+    @cached_property
+    def needs_driver(self) -> bool:
+        """Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does."""
+        return bool(self.hardware.gpus) and self.driver_broken and not self.surroundings.wsl
+
+    @cached_property
+    def no_gpu_severity(self) -> Severity:
+        """How bad it is that a process has no GPU: only a note if its torch is built without CUDA."""
+        first = self.torch.first
+        return "error" if first is None or not first.cpu_only or self.torch.shadow else "note"
+
+    @cached_property
+    def slurm_granted(self) -> bool:
+        """Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but means none in a count."""
         counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
-        lists = any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
-        self.slurm_granted = counts or lists
+        return counts or any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
 
-        # -- torch: whether it was not run, so that only its files are known; whether it was imported
-        self.torch_not_run = run.answer.state == "unasked"
-        step = run.step("import")
-        self.imported = step is not None and step.ok
-        # Why it could not be imported; empty if it could, or was not run.
-        self.import_error = step.error if step and not step.ok else ""
-        # Whether all its steps succeeded on the GPU: then nothing about it is broken.
-        self.computes = run.cuda_works and self.failed() is None
-        # The version of the torch that is imported, and the CUDA version that it was built with, also as two numbers.
-        self.torch_version = run.version or (first.version if first else "")
-        self.torch_cuda = run.cuda or (first.cuda if first else "")
+    # -- torch
+
+    @cached_property
+    def torch_not_run(self) -> bool:
+        """Whether torch was not run, so that only its files are known."""
+        return self.torch_run.answer.state == "unasked"
+
+    @cached_property
+    def torch_imported(self) -> bool:
+        """Whether it was imported."""
+        step = self.torch_run.step("import")
+        return step is not None and step.ok
+
+    @cached_property
+    def import_error(self) -> str:
+        """Why it could not be imported; empty if it could, or was not run."""
+        step = self.torch_run.step("import")
+        return step.error if step and not step.ok else ""
+
+    @cached_property
+    def torch_computes(self) -> bool:
+        """Whether all its steps succeeded on the GPU: then nothing about it is broken."""
+        return self.torch_run.cuda_works and self.failed() is None
+
+    @cached_property
+    def torch_version(self) -> str:
+        """The version of the torch that is imported; empty if unknown."""
+        return self.torch_run.version or (self.torch.first.version if self.torch.first else "")
+
+    @cached_property
+    def torch_cuda(self) -> str:
+        """The CUDA version that it was built with; empty for none."""
+        return self.torch_run.cuda or (self.torch.first.cuda if self.torch.first else "")
+
+    @cached_property
+    def torch_cuda_numbers(self) -> tuple[int, ...]:
+        """That version as two numbers; empty for none."""
         numbers = numbers_of(self.torch_cuda)
-        self.built_with = numbers[:2] if len(numbers) > 1 else ()
+        return numbers[:2] if len(numbers) > 1 else ()
 
-        # -- one line each: what the CUDA driver returned, what NVML returned, and which kernel driver is loaded
-        if self.no_libcuda:
-            self.answer = "the loader finds no libcuda.so.1"
-        elif cuda.answer.state in ("hung", "crashed"):
-            ended = f"gave no answer within {cuda.answer.seconds:.0f} s" if cuda.answer.state == "hung" else "crashed"
-            self.answer = f"the CUDA driver {ended}: {cuda.answer.detail}".rstrip(": ")
-        elif not cuda.answer.answered:
-            self.answer = f"libcuda.so.1 could not be used: {cuda.answer.detail or cuda.answer.state}"
-        elif cuda.init == 0:
-            self.answer = f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
-        else:
-            self.answer = f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()
-        self.nvml_answer = f"NVML works and sees {plural(max(nvml.count, 0), 'GPU')}"
-        if not nvml.answer.answered:
-            self.nvml_answer = f"NVML: {nvml.answer.detail or nvml.answer.state}"
-        elif nvml.init:
-            self.nvml_answer = f"nvmlInit returned {nvml.init} {result('nvml', nvml.init).name}".rstrip()
-        flavour = f", {kernel.flavour} flavour" if kernel.flavour else ""
-        loaded = f"the loaded kernel driver is {kernel.version or 'of unknown version'}{flavour}"
-        self.kernel_line = loaded if kernel.loaded else "the kernel module nvidia is not loaded"
+    # -- questions
 
     def env(self, name: str) -> str | None:
         """The value of an environment variable, or ``None`` if it is not set."""
@@ -261,15 +407,19 @@ class Case(Machine):
         """The accelerators of a kind whose driver works."""
         return [other for other in self.accelerators if other.kind == kind and other.usable]
 
-    def found(self, check: Check) -> dict[str, Match]:
+    @cached_property
+    def _matches(self) -> dict[Check, dict[str, Match]]:
+        return {}
+
+    def matches_of(self, check: Check) -> dict[str, Match]:
         """What a check finds in this case. Every check runs only once."""
-        if check not in self._found:
-            self._found[check] = dict(check(self))
-        return self._found[check]
+        if check not in self._matches:
+            self._matches[check] = dict(check(self))
+        return self._matches[check]
 
     def matches(self, *codes: str) -> bool:
         """Whether any of these rules matches."""
-        return any(code in self.found(check) for code in codes if (check := BY_CODE[code].check))
+        return any(code in self.matches_of(check) for code in codes if (check := BY_CODE[code].check))
 
     @property
     def withheld(self) -> bool:
@@ -281,11 +431,15 @@ class Case(Machine):
         """Whether the driver does not start because it does not support the card, or lacks its firmware."""
         return self.matches("K06", "K07", "K08", "K09", "K12")
 
+    @cached_property
+    def _log(self) -> str:
+        """The kernel log as one line, without timestamps."""
+        return re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))
+
     def logged(self, pattern: str) -> str:
         """A line that quotes the first match in the kernel log, even across lines; empty if there is none."""
-        self._log = self._log or re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))
-        found = re.search(pattern, self._log) if self._log else None
-        return f"the kernel log says: {found[0][:160].strip()}" if found else ""
+        quote = re.search(pattern, self._log)
+        return f"the kernel log says: {quote[0][:160].strip()}" if quote else ""
 
     def complaint(self, pattern: str) -> str:
         """The first matching line of torch's errors and warnings; empty if there is none."""
@@ -307,11 +461,11 @@ class Case(Machine):
     @property
     def reinstall(self) -> Lines:
         """Install torch again, with everything it needs."""
-        return fixes.reinstall(self, gpu=self.nvidia)
+        return fixes.reinstall(self, gpu=self.has_nvidia_if_known)
 
 
 def torch_says(text: str) -> str:
     """The first line of an error's text, as evidence; empty if there is none."""
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    said = "torch " if line.startswith("hung ") else "torch says: "
-    return f"{said}{line[:_SHOWN]}" if line else ""
+    speaker = "torch " if line.startswith("hung ") else "torch says: "
+    return f"{speaker}{line[:_SHOWN]}" if line else ""

@@ -33,7 +33,7 @@ def card(m: Case) -> Found:
 
     # prime-select chose another card, and no NVIDIA driver is loaded although it is installed
     built = m.platform.kernel in (m.kernel.built_for or ())
-    off = prime in ("intel", "amd") and m.kernel.loaded is False and (built or m.no_gpu) and not m.works
+    off = prime in ("intel", "amd") and m.kernel.loaded is False and (built or m.no_gpu) and not m.cuda_works
     if off:
         severity: Severity = "note" if first is None or first.cpu_only else "error"
         yield "H06", Match((f"prime-select is set to {prime}", bus), severity=severity)
@@ -41,12 +41,12 @@ def card(m: Case) -> Found:
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in nvml.gpus if gpu.code in _LOST)
     gone = (f"NVML returns {gpu.code} {result('nvml', gpu.code).name} for GPU {gpu.index}" for gpu in lost)
-    evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.broken else "")
+    evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.driver_broken else "")
     if any(evidence):
-        yield "H02", Match(evidence, severity="warning" if m.works else "error")
+        yield "H02", Match(evidence, severity="warning" if m.cuda_works else "error")
 
     # NVIDIA's module is loaded and supports the card, but NVML does not see it
-    waits = m.broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works and not m.driver_misfit
+    waits = m.driver_broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works and not m.driver_misfit
     no_memory = m.logged(r"BAR\d is 0M")
     bare = [f"a memory region of {card.address} has no address assigned" for card in m.unseen_cards if 0 in card.bars]
     # RmInitAdapter failed, EIO, or a card that the module lists and NVML does not
@@ -55,32 +55,32 @@ def card(m: Case) -> Found:
     sound = all(node.kind == "char" and node.major == 195 and not node.error for node in m.card_nodes)
     silent = m.card_nodes and sound and nvml.init == 0 and nvml.count == 0
     if waits and (no_memory or bare):
-        yield "H05", Match((*bare, no_memory, m.nvml_answer))
+        yield "H05", Match((*bare, no_memory, m.nvml_result_line))
     elif waits and (said or eio or (silent and not all(gpu.excluded for gpu in m.kernel.gpus))):
         known = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
-        yield "H04", Match((said, *eio, *known, m.nvml_answer, m.answer), likely=not (said or eio))
+        yield "H04", Match((said, *eio, *known, m.nvml_result_line, m.driver_result_line), likely=not (said or eio))
 
     # bad memory: a pending or failed remapping or retirement; an error if a program already failed because of it
     marked = [gpu for gpu in nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
     died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
-    if marked or died or m.code == _ECC:
+    if marked or died or m.driver_result == _ECC:
         damage = []
         for gpu in marked:
             states = {"remapping failed": gpu.remap_failure, "remapping pending": gpu.remap_pending}
             states["page retirement pending"] = gpu.retired_pending
             damage.append(f"NVML reports for GPU {gpu.index}: {', '.join(word for word, so in states.items() if so)}")
         torch = "torch reported an uncorrectable ECC error" if died else ""
-        evidence = (*damage, torch, "" if marked or died else m.answer)
+        evidence = (*damage, torch, "" if marked or died else m.driver_result_line)
         which = f" -i {','.join(str(gpu.index) for gpu in marked)}" if marked else ""
-        fatal = died or (m.code == _ECC and not m.works)
+        fatal = died or (m.driver_result == _ECC and not m.cuda_works)
         fix = m.steps("H03", which=which, failed=any(gpu.remap_failure for gpu in marked))
         yield "H03", Match(evidence, fix, severity="error" if fatal else "warning")
 
-    if m.surroundings.wsl or m.platform.system == "Darwin" or m.works or without_card or off:
+    if m.surroundings.wsl or m.platform.system == "Darwin" or m.cuda_works or without_card or off:
         return
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
-    if isinstance(pci, Unknown) and not present and m.code in (-1, 100):
-        yield "H01", Match((bus, m.answer), m.steps("H01 unknown"), "note")
+    if isinstance(pci, Unknown) and not present and m.driver_result in (-1, 100):
+        yield "H01", Match((bus, m.driver_result_line), m.steps("H01 unknown"), "note")
     elif m.no_gpu:
         yield "H01", Match((bus,), severity="note")
 
@@ -109,7 +109,7 @@ def unsupported(m: Case) -> Found:
             words = f"{gpu.address} is 10de:{gpu.device:04x}, {which} of the {chip.generation} generation"
             cards.append((words, chip, tables.generation(chip.generation)))
     for card, chip, known in cards:
-        if known.last_branch and branch > known.last_branch and (m.works or m.needs_driver):
+        if known.last_branch and branch > known.last_branch and (m.cuda_works or m.needs_driver):
             said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
             last = f"the last driver branch for {chip.generation} is {known.last_branch}"
             evidence = (card, f"{last}, but branch {branch} is installed", said)
@@ -117,7 +117,7 @@ def unsupported(m: Case) -> Found:
             fix = m.steps("K06", kepler=kepler, newer=not kepler)
             if known.name in dropped:
                 fix = m.steps("K06 mixed", kept=" and ".join(kept))
-            severity: Severity = "note" if m.works else "error"
+            severity: Severity = "note" if m.cuda_works else "error"
             yield "K06", Match(evidence, fix, severity, likely=chip.inferred and not said)
             break
     if not m.needs_driver:
@@ -154,7 +154,7 @@ def unsupported(m: Case) -> Found:
         apt = f"nvidia-firmware-{branch}-{kernel.version}"
         firmware = fixes.install_package(m, again=True, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
         fix = m.steps("K12 container" if m.surroundings.container else "K12", firmware=firmware)
-        yield "K12", Match((m.kernel_line, missing, said, m.nvml_answer), fix, likely=not said)
+        yield "K12", Match((m.kernel_line, missing, said, m.nvml_result_line), fix, likely=not said)
 
 
 @rules("kernel", "K04", "K05", "K02", "K03", "K01")
@@ -207,20 +207,23 @@ def not_loaded(m: Case) -> Found:
 def not_working(m: Case) -> Found:
     """The kernel driver is loaded, and only CUDA does not work; or, on Windows, the driver's library is not found."""
     kernel, first, times = m.kernel, m.torch.first, m.platform.suspends
-    only_cuda = m.broken and m.nvml_works
+    only_cuda = m.driver_broken and m.nvml_works
     # the open module with HMM, and KASLR not known to be off
     with_hmm = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
-    if only_cuda and m.code == 3 and with_hmm:
+    if only_cuda and m.driver_result == 3 and with_hmm:
         said = m.logged(r"request_free_mem_region\(\) err -?\d+")
         parameter = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm is N"
         fix = fixes.modprobe_option(m, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
-        yield "K10", Match((m.answer, m.nvml_answer, m.kernel_line, parameter, said), fix, likely=not said)
+        yield (
+            "K10",
+            Match((m.driver_result_line, m.nvml_result_line, m.kernel_line, parameter, said), fix, likely=not said),
+        )
 
     node = m.nodes.at(UVM)
     sound = node.exists and not node.error and node.major == m.nodes.majors.get("nvidia-uvm")
-    if only_cuda and m.code == 999 and sound and times:
+    if only_cuda and m.driver_result == 999 and sound and times:
         since = f"the machine was suspended {plural(times, 'time')} since it booted"
-        yield "K11", Match((m.answer, m.nvml_answer, f"{UVM} can be opened", since))
+        yield "K11", Match((m.driver_result_line, m.nvml_result_line, f"{UVM} can be opened", since))
 
     if m.platform.system == "Windows" and m.no_libcuda and first and first.cuda:
         step = m.failed("init")
@@ -269,9 +272,9 @@ def under_wsl(m: Case) -> Found:
     """Why a process under WSL cannot use the Windows driver, of which it sees only libraries. The card is unknown."""
     lib, found, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
     own = next((each for each in found if each.kind == "wsl"), None)
-    if wsl == 1 and not m.works:
+    if wsl == 1 and not m.cuda_works:
         yield "U11", Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), severity="note")
-    if wsl != 2 or not m.fails:
+    if wsl != 2 or not m.driver_fails:
         return
     if lib is not None and lib.kind == "driver":
         purge = {
@@ -283,8 +286,8 @@ def under_wsl(m: Case) -> Found:
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
         windows = f"the Windows driver's own is {own.path}" if own else ""
         fix = fixes.drop_library(m, lib.path, lib.via) or remove
-        yield "U09", Match((used, windows, m.answer, m.works_without_line), fix)
-    elif m.broken and not m.surroundings.container:
+        yield "U09", Match((used, windows, m.driver_result_line, m.works_without_line), fix)
+    elif m.driver_broken and not m.surroundings.container:
         if m.no_libcuda and own:
             there = f"{own.path} exists, but the loader does not search {dirname(own.path)}"
             yield "U08", Match((there,), _search(m, dirname(own.path), "ld.wsl.conf"))
@@ -292,15 +295,15 @@ def under_wsl(m: Case) -> Found:
             needed = m.torch.first is not None and not m.torch.first.cpu_only
             evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
             yield "U08", Match(evidence, m.steps("U08", perhaps=True), "error" if needed else "note", likely=needed)
-        elif not m.hardware.dxg or m.code == 100:
+        elif not m.hardware.dxg or m.driver_result == 100:
             node = f"/dev/dxg {'exists' if m.hardware.dxg else 'does not exist'}"
-            yield "U08", Match((node, m.answer), m.steps("U08", perhaps=False), likely=m.hardware.dxg)
+            yield "U08", Match((node, m.driver_result_line), m.steps("U08", perhaps=False), likely=m.hardware.dxg)
 
 
 @rules("libraries", "U04", "U02", "U03", "U01", "U13")
 def wrong_library(m: Case) -> Found:
     """The driver does not start with the libcuda.so.1 that the process loads, or that file cannot be used at all."""
-    if not m.fails or m.no_gpu or m.withheld:
+    if not m.driver_fails or m.no_gpu or m.withheld:
         return
     lib, kernel, answer = m.libcuda, m.kernel.version, m.driver.cuda.answer
     kind, line = lib.kind if lib else "", _library_line(lib)
@@ -311,19 +314,19 @@ def wrong_library(m: Case) -> Found:
     versions = f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and both else ""
     drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
     # NVML 18, libraries of another release, or 803 without a compat library
-    reported = m.driver.nvml.init == _VERSION_MISMATCH or m.code == 803
+    reported = m.driver.nvml.init == _VERSION_MISMATCH or m.driver_result == 803
     # only the version explains the error: no variable does, or it is the one that names the directory
     freed = "LD_LIBRARY_PATH" in m.works_without
-    mismatch = reported or (m.mismatched is not None and (not m.works_without or freed))
+    mismatch = reported or (m.mismatched_libcuda is not None and (not m.works_without or freed))
 
-    stub = answer.answered and (m.code == 34 or kind == "stub")
-    compat = answer.answered and kind == "compat" and (m.code == 803 or (m.code != 804 and freed))
+    stub = answer.answered and (m.driver_result == 34 or kind == "stub")
+    compat = answer.answered and kind == "compat" and (m.driver_result == 803 or (m.driver_result != 804 and freed))
     if stub:
-        yield "U04", Match((line, m.answer, better, m.works_without_line if lib else ""), drop)
+        yield "U04", Match((line, m.driver_result_line, better, m.works_without_line if lib else ""), drop)
     if compat:
-        yield "U02", Match((line, versions, m.answer, better, m.works_without_line), drop)
+        yield "U02", Match((line, versions, m.driver_result_line, better, m.works_without_line), drop)
     if answer.answered and mismatch and not m.surroundings.wsl and kind not in ("compat", "stub"):
-        used = m.mismatched or lib
+        used = m.mismatched_libcuda or lib
         module, library = numbers_of(kernel), numbers_of(used.version) if used else ()
         if used is not None and used.via.startswith("LD_"):
             fix = _drop_library(m, used)
@@ -333,15 +336,18 @@ def wrong_library(m: Case) -> Found:
             fix = m.steps("U01 older", same=fixes.install_driver(m, exactly=module[0]))
         else:
             fix = m.steps("U01", reload=fixes.reload_module(m))
-        yield "U01", Match((line, versions, m.answer, m.nvml_answer, m.works_without_line), fix)
-    elif m.code == 804:
+        yield "U01", Match((line, versions, m.driver_result_line, m.nvml_result_line, m.works_without_line), fix)
+    elif m.driver_result == 804:
         names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
         plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
         if kind == "compat":
-            yield "U03", Match((line, versions, m.answer, plain, m.works_without_line), m.steps("U03", drop=drop))
+            yield (
+                "U03",
+                Match((line, versions, m.driver_result_line, plain, m.works_without_line), m.steps("U03", drop=drop)),
+            )
         else:
             fix = m.steps("U03", drop=fixes.reboot(m))
-            yield "U03", Match((m.answer, line, plain, m.works_without_line), fix, likely=True)
+            yield "U03", Match((m.driver_result_line, line, plain, m.works_without_line), fix, likely=True)
     elif answer.state in ("not-loadable", "no-symbol"):
         problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
         own = m.kernel.loaded is True or m.surroundings.container
@@ -355,10 +361,10 @@ def wrong_library(m: Case) -> Found:
         else:
             fix = _packages(m, again=True) if lib and own else fixes.install_driver(m)
             fix = (*drop, *fix) if lib else fix
-        yield "U13", Match((line, problem, m.answer, m.works_without_line, better), fix)
+        yield "U13", Match((line, problem, m.driver_result_line, m.works_without_line, better), fix)
     elif lib and freed and lib.via == "LD_LIBRARY_PATH" and not (stub or compat):
         title = "= another libcuda.so.1 is loaded instead of the driver's"
-        yield "U13", Match((line, m.answer, m.works_without_line), (title, *drop))
+        yield "U13", Match((line, m.driver_result_line, m.works_without_line), (title, *drop))
 
 
 @rules("libraries", "U05", "U06", "U07")
@@ -366,28 +372,31 @@ def not_found(m: Case) -> Found:
     """The loader finds no libcuda.so.1; or, as a note, CUDA works without the driver's other libraries."""
     # no PTX compiler: an error if something failed without it
     errors = " ".join(step.error for step in m.torch_run.steps)
-    failed = "PTX JIT compiler library not found" in errors or m.code == _NO_JIT
+    failed = "PTX JIT compiler library not found" in errors or m.driver_result == _NO_JIT
     gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
     if failed or (gone and not m.surroundings.wsl):
         nowhere = "libnvidia-ptxjitcompiler.so.1 is not found" if gone else ""
         died = "CUDA returned 221: PTX JIT compiler library not found" if failed else ""
         yield "U07", Match((nowhere, died), _packages(m), severity="error" if failed else "note")
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
-    if m.works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
+    if m.cuda_works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
         missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
         fix = ("= the driver's NVML library is not installed", *_packages(m))
         yield "U06", Match((missing, "CUDA works"), fix, "note")
-    if not m.no_libcuda or not m.broken or m.no_gpu or m.surroundings.wsl or m.withheld:
+    if not m.no_libcuda or not m.driver_broken or m.no_gpu or m.surroundings.wsl or m.withheld:
         return
     on_disk = (lib for lib in m.driver.libraries.cuda or () if lib.via == "disk" and lib.kind == "driver")
     if lib := next((lib for lib in on_disk if not lib.problem), None):
         there = f"{lib.path} exists, but the loader does not search {dirname(lib.path)}"
         # a torch of NixOS or conda may have that directory in its own RUNPATH
-        yield "U05", Match((there, m.answer), _search(m, dirname(lib.path), "nvidia.conf"), likely=m.torch_not_run)
+        yield (
+            "U05",
+            Match((there, m.driver_result_line), _search(m, dirname(lib.path), "nvidia.conf"), likely=m.torch_not_run),
+        )
     elif m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
         title = "" if m.driver.libraries.nvml else "= the driver's libraries are not installed"
         loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
-        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_answer), (title, *_packages(m)))
+        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_result_line), (title, *_packages(m)))
 
 
 def _packages(m: Case, *, again: bool = False) -> Lines:
@@ -415,13 +424,21 @@ def not_ready(m: Case) -> Found:
     sandbox = m.surroundings.sandbox
     gvisor = sandbox == "gvisor"
     without_driver = sandbox and (gvisor or not m.kernel.loaded)
-    if without_driver and m.broken and not m.no_gpu and m.code in (100, 304, 999):
-        yield "C11", Match((f"the kernel is {sandbox}'s", m.answer), m.steps("C11 gvisor" if gvisor else "C11"))
+    if without_driver and m.driver_broken and not m.no_gpu and m.driver_result in (100, 304, 999):
+        yield (
+            "C11",
+            Match((f"the kernel is {sandbox}'s", m.driver_result_line), m.steps("C11 gvisor" if gvisor else "C11")),
+        )
 
-    if not m.broken or m.code != 802 or m.surroundings.wsl:
+    if not m.driver_broken or m.driver_result != 802 or m.surroundings.wsl:
         return
     if m.driver.nvml.confidential == "not-ready":
-        yield "S03", Match((m.answer, "NVML reports that confidential computing is enabled and the GPUs are not ready"))
+        yield (
+            "S03",
+            Match(
+                (m.driver_result_line, "NVML reports that confidential computing is enabled and the GPUs are not ready")
+            ),
+        )
         return
     manager, version = m.kernel.fabric_manager, m.kernel.version
     branch = numbers_of(version)[:1]
@@ -432,7 +449,7 @@ def not_ready(m: Case) -> Found:
         install = fixes.install_package(m, apt=apt, dnf=f"nvidia-fabric-manager-{version}")
     if manager and version and manager != version:
         versions = f"the fabric manager is version {manager}, the kernel driver {version}"
-        yield "S02", Match((m.answer, versions), m.steps("S02", install=install))
+        yield "S02", Match((m.driver_result_line, versions), m.steps("S02", install=install))
         return
     # certainly the fabric if a switch, the fabric's state or the stopped service shows it
     switches = [d.address for d in m.hardware.pci or () if d.vendor == NVIDIA and is_listed(d.device, "nvswitches")]
@@ -441,7 +458,7 @@ def not_ready(m: Case) -> Found:
     runs = "nv-fabricmanager" in m.kernel.daemons
     stopped = bool(manager) and not runs and not m.surroundings.container
     evidence = (
-        m.answer,
+        m.driver_result_line,
         f"{len(switches)} NVSwitches are on the PCI bus" if switches else "",
         f"NVML reports that the fabric is {' and '.join(sorted(states))}" if states else "",
         *(f"registering {gpu.name} with the fabric: {result('nvml', gpu.fabric_status).text}" for gpu in failed),
@@ -457,14 +474,14 @@ def not_ready(m: Case) -> Found:
 def divided_card(m: Case) -> Found:
     """MPS, a vGPU or MIG, which divide a card, give this process no part of it."""
     nvml = m.driver.nvml
-    if m.fails and m.code in range(805, 811):
+    if m.driver_fails and m.driver_result in range(805, 811):
         variable, directory = "CUDA_MPS_PIPE_DIRECTORY", m.kernel.mps_directory
         value, runs = m.env(variable), "nvidia-cuda-mps-control" in m.kernel.daemons
         without: Lines = fixes.unset(m, variable) if value is not None else ()
         if value is None and directory:
             without = (fixes.sudo(m, f"rm -r {directory}"),)
         evidence: Lines = (
-            m.answer,
+            m.driver_result_line,
             f"{variable} is {value!r}" if value is not None else "",
             f"{directory} exists" if directory else "",
             f"nvidia-cuda-mps-control is {'running' if runs else 'not visible here'}",
@@ -474,18 +491,18 @@ def divided_card(m: Case) -> Found:
         yield "S04", Match(evidence, m.steps(how, without=without))
 
     virtual = [gpu for gpu in nvml.gpus if gpu.virtualization == "vgpu"]
-    if m.broken and virtual and m.code in (35, 100):
-        yield "S07", Match((f"NVML reports that {virtual[0].name or 'the card'} is a vGPU", m.answer))
+    if m.driver_broken and virtual and m.driver_result in (35, 100):
+        yield "S07", Match((f"NVML reports that {virtual[0].name or 'the card'} is a vGPU", m.driver_result_line))
 
     whole = _all_mig(m) and not any(gpu.mig_devices for gpu in nvml.gpus)
-    if m.broken and m.code == 100 and whole and not _closed_caps(m):
-        evidence = ("MIG is enabled on every card, but NVML sees no MIG device", m.answer)
+    if m.driver_broken and m.driver_result == 100 and whole and not _closed_caps(m):
+        evidence = ("MIG is enabled on every card, but NVML sees no MIG device", m.driver_result_line)
         yield "M01", Match(evidence, likely=bool(m.surroundings.container))
 
     names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
     count = m.driver.cuda.count
-    if m.works and len(names) > 1 and 0 < count < len(names):  # a warning, since one works
-        evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_answer)
+    if m.cuda_works and len(names) > 1 and 0 < count < len(names):  # a warning, since one works
+        evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_result_line)
         fix = ("Start one process per instance:", *(f"$ {CVD}={name} python …" for name in names[:3]))
         yield "M02", Match(evidence, fix, severity="warning")
 
@@ -504,30 +521,40 @@ def _closed_caps(m: Case) -> list[Node]:
 @rules("variables", "M03")
 def mig_unreachable(m: Case) -> Found:
     """A MIG instance named in the format before driver 470, or whose node cannot be opened."""
-    if not m.fails or m.code != 100:
+    if not m.driver_fails or m.driver_result != 100:
         return
     value, closed = m.env(CVD) or "", _closed_caps(m)
     branch = numbers_of(m.driver.nvml.driver or m.kernel.version)[:1]
     if value.strip().startswith("MIG-GPU-") and branch >= (470,):
-        evidence: Lines = (f"{CVD} is {value!r}, a format of drivers before 470", m.answer, m.works_without_line)
+        evidence: Lines = (
+            f"{CVD} is {value!r}, a format of drivers before 470",
+            m.driver_result_line,
+            m.works_without_line,
+        )
         yield "M03", Match(evidence, m.steps("M03 name"))
     elif closed and _all_mig(m):
         nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])
-        yield "M03", Match((*nodes, m.answer))
+        yield "M03", Match((*nodes, m.driver_result_line))
 
 
 @rules("driver", "U10", "X04", "X02", "U12", likely=("U10",))
 def no_start(m: Case) -> Found:
     """The driver is out of memory, or does not answer; or, as a note, CUDA works and NVML does not."""
     driver, limit = m.driver, m.platform.address_space
-    starves = m.code == _OUT_OF_MEMORY and not m.works
-    if m.surroundings.wsl == 2 and m.fails and m.code == _OUT_OF_MEMORY and limit is None and driver.nvml.count != 1:
-        yield "U10", Match((m.answer, m.nvml_answer, m.works_without_line))
+    starves = m.driver_result == _OUT_OF_MEMORY and not m.cuda_works
+    if (
+        m.surroundings.wsl == 2
+        and m.driver_fails
+        and m.driver_result == _OUT_OF_MEMORY
+        and limit is None
+        and driver.nvml.count != 1
+    ):
+        yield "U10", Match((m.driver_result_line, m.nvml_result_line, m.works_without_line))
 
     if limit is not None and not m.torch_run.cuda_works:
         first_kernel = any("out of memory" in step.error for step in m.torch_run.steps) and limit < _ENOUGH
         if first_kernel or starves:
-            answer = "torch is out of memory at its first kernel" if m.works else m.answer
+            answer = "torch is out of memory at its first kernel" if m.cuda_works else m.driver_result_line
             evidence: Lines = (f"the address space of this process is limited to {limit >> 20} MB (ulimit -v)", answer)
             yield "X04", Match(evidence, likely=limit >= _ENOUGH)
 
@@ -535,19 +562,19 @@ def no_start(m: Case) -> Found:
     if (cuda or nvml) and not m.works_without and not (cuda and m.torch_run.cuda_works):
         too = "" if not nvml else "nvidia-smi and NVML hang too" if cuda else "NVML hangs, and so does nvidia-smi"
         stuck = (f"{process} is stuck in the driver, in state D" for process in m.kernel.stuck[:4])
-        evidence = (m.answer if cuda else "", too, *stuck)
+        evidence = (m.driver_result_line if cuda else "", too, *stuck)
         if cuda and (lib := m.libcuda) and lib.via.startswith("LD_"):
             fix = m.steps("X02 library", path=lib.path, drop=_drop_library(m, lib))
             yield "X02", Match((_library_line(lib), *evidence), fix)
         else:
             sleeps = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
-            yield "X02", Match(evidence, m.steps("X02", sleeps=sleeps), "warning" if m.works else "error")
+            yield "X02", Match(evidence, m.steps("X02", sleeps=sleeps), "warning" if m.cuda_works else "error")
 
     nvml_answer, code = driver.nvml.answer, driver.nvml.init
     failed = nvml_answer.state in ("not-loadable", "no-symbol", "crashed") or (nvml_answer.answered and code > 0)
     if driver.cuda.works and failed:
         meaning = result("nvml", code).text if nvml_answer.answered else ""
-        lines = (m.nvml_answer, meaning, f"CUDA works and has {plural(driver.cuda.count, 'device')}")
+        lines = (m.nvml_result_line, meaning, f"CUDA works and has {plural(driver.cuda.count, 'device')}")
         yield "U12", Match(lines, severity="note")
 
 
@@ -555,15 +582,15 @@ def no_start(m: Case) -> Found:
 def unexplained(m: Case) -> Found:
     """CUDA fails although there is a GPU; reported only if no other rule explains it."""
     state, lib, kernel = m.driver.cuda.answer.state, m.libcuda, m.kernel
-    if not m.fails or state in ("hung", "unasked") or m.withheld or (m.no_libcuda and m.surroundings.wsl):
+    if not m.driver_fails or state in ("hung", "unasked") or m.withheld or (m.no_libcuda and m.surroundings.wsl):
         return
     # if the bus could not be read, any error but "no device" indicates a GPU
     nodes = bool(m.nodes.found) and not m.nodes_absent
-    gpu = m.hardware.present or m.host_has_gpu or m.nvml_works or nodes or m.code not in (-1, 0, 100)
+    gpu = m.hardware.present or m.host_has_gpu or m.nvml_works or nodes or m.driver_result not in (-1, 0, 100)
     crashes_torch = state == m.torch_run.answer.state == "crashed"
     if not crashes_torch and (m.no_gpu or not gpu):
         return
-    meaning = result("cuda", m.code).text
+    meaning = result("cuda", m.driver_result).text
     title = {
         "crashed": "= the CUDA driver's library crashes, for an unknown reason",
         "no-library": "= libcuda.so.1 is not found, for an unknown reason",
@@ -574,13 +601,13 @@ def unexplained(m: Case) -> Found:
     unread = kernel.log.reason if isinstance(kernel.log, Unknown) else ""
     evidence = (
         _library_line(crashed),
-        m.answer,
+        m.driver_result_line,
         f"CUDA describes it as: {meaning}" if meaning else "",
         # what was examined and is in order
         f"the kernel driver is loaded ({kernel.version or 'version unknown'})" if kernel.loaded else "",
         "the device nodes exist and can be opened" if sound else "",
         "libcuda.so.1 has the kernel driver's version" if lib and lib.version and lib.version == kernel.version else "",
-        m.nvml_answer if m.driver.nvml.answer.state != "unasked" else "",
+        m.nvml_result_line if m.driver.nvml.answer.state != "unasked" else "",
         # what could not be examined and might have explained it
         f"the kernel log could not be read: {unread}" if unread not in ("", "not asked") else "",
         *(f"could not determine {probe}: {why}" for probe, why in list(m.problems.items())[:3]),

@@ -22,32 +22,32 @@ _SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with their own init and packages: thei
 def not_granted(m: Case) -> Found:
     """A job or a service whose device cgroup forbids the nodes, or that was given none."""
     around, visible = m.surroundings, m.env(CVD)
-    if m.no_gpu or not m.fails:
+    if m.no_gpu or not m.driver_fails:
         return
     nodes = (m.nodes.at(CONTROL), *m.card_nodes)
     forbidden = next((node.path for node in nodes if node.exists and node.error == "EPERM"), "")
     hidden = visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
-    bare = m.without_nodes and not around.container
-    if around.slurm and ((forbidden and m.broken) or (not m.slurm_granted and (hidden or bare))):
+    bare = m.fails_without_nodes and not around.container
+    if around.slurm and ((forbidden and m.driver_broken) or (not m.slurm_granted and (hidden or bare))):
         evidence = (
             f"this is Slurm job {m.env('SLURM_JOB_ID') or '?'}",
             "" if m.slurm_granted else "neither SLURM_JOB_GPUS nor SLURM_GPUS_ON_NODE names a GPU",
             f"opening {forbidden} fails with EPERM: the job's device cgroup forbids it" if forbidden else "",
             f"{CVD} is {visible!r}" if hidden else "",
-            m.answer,
+            m.driver_result_line,
         )
         fix = fixes.start_with_gpu(m, slurm=True)
         yield "C09", Match(evidence, fix, severity=m.no_gpu_severity, likely=not forbidden)
 
     dxg = around.wsl == 2 and not m.nodes.at("/dev/dxg").exists
     private = around.private_dev and (m.nodes_absent or dxg)
-    if around.service and m.broken and (private or forbidden) and not (around.container or around.slurm):
+    if around.service and m.driver_broken and (private or forbidden) and not (around.container or around.slurm):
         why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
         names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
         fix = m.steps(
             "D05", service=quote(around.service), allow=tuple(f"| DeviceAllow=/dev/{name} rw" for name in names)
         )
-        yield "D05", Match((f"the process runs in the unit {around.service}", why, m.answer), fix)
+        yield "D05", Match((f"the process runs in the unit {around.service}", why, m.driver_result_line), fix)
 
 
 @rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01", "C02", "N02", likely=("N02",))
@@ -76,13 +76,13 @@ def container(m: Case) -> Found:
     if first and chosen and kind and m.driver.cuda.works:
         by = f"torch {first.version} was installed by {first.installer or 'conda'}"
         yield "N02", Match((by, "CUDA works in this container"), severity="note")
-    if not m.broken:
+    if not m.driver_broken:
         return
 
     apptainer = kind in _APPTAINER and missing and m.host_has_gpu
-    pod = around.kubernetes and m.without_nodes and m.host_has_gpu
+    pod = around.kubernetes and m.fails_without_nodes and m.host_has_gpu
     if apptainer:
-        yield "C08", Match((inside, *host, m.answer), give, severity=severity)
+        yield "C08", Match((inside, *host, m.driver_result_line), give, severity=severity)
     if pod:
         yield "C05", Match(("this is a Kubernetes pod", "there is no /dev/nvidia*", *host), give, severity=severity)
     if not kind:
@@ -101,13 +101,13 @@ def container(m: Case) -> Found:
     named = {each.strip().lower() for each in (capabilities or "").split(",")}
     here = m.nodes.at(CONTROL).exists or m.driver.nvml.answer.answered
     if capabilities and not named & {"compute", "all"} and missing and here:
-        evidence = (inside, f"NVIDIA_DRIVER_CAPABILITIES is {capabilities!r}", m.answer, m.nvml_answer)
+        evidence = (inside, f"NVIDIA_DRIVER_CAPABILITIES is {capabilities!r}", m.driver_result_line, m.nvml_result_line)
         yield "C03", Match(evidence)
 
-    lib = m.mismatched  # a library that does not have the version of the host's driver
+    lib = m.mismatched_libcuda  # a library that does not have the version of the host's driver
     if lib is not None and not lib.via.startswith("LD_"):
         which = f"{lib.target or lib.path} is version {lib.version}, but the host's kernel driver is {kernel.version}"
-        evidence = (inside, which, m.answer, m.nvml_answer)
+        evidence = (inside, which, m.driver_result_line, m.nvml_result_line)
         if kind in _SYSTEM_CONTAINERS:
             yield "C10", Match(evidence)
         elif kind not in _APPTAINER:
@@ -118,7 +118,7 @@ def container(m: Case) -> Found:
     jetson = bool(m.hardware.tegra) and m.no_libcuda
     if around.wsl == 2 and not m.hardware.dxg:  # a note, since the card cannot be seen
         yield "C01", Match((inside, "there is no /dev/dxg"), give, severity="note", likely=True)
-    elif jetson or (m.without_nodes and m.host_has_gpu):
+    elif jetson or (m.fails_without_nodes and m.host_has_gpu):
         others = "there is no card node, and the other nodes cannot be opened"
         nodes = "there is no /dev/nvidia*" if m.nodes_absent else others
         said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it" if visible else ""
@@ -164,11 +164,18 @@ def faulty_node(m: Case) -> Found:
         fix = m.steps("R01 container" if container else "R01 absent" if kfd == "ENOENT" else "R01")
         yield "R01", Match((f"/dev/kfd: {kfd}", torch_says(m.complaint("HIP"))), fix)
 
-    if not m.broken or m.code <= 0 or m.code == _STUB or not m.nodes.found or m.no_gpu or m.withheld:
+    if (
+        not m.driver_broken
+        or m.driver_result <= 0
+        or m.driver_result == _STUB
+        or not m.nodes.found
+        or m.no_gpu
+        or m.withheld
+    ):
         return
     # seen on a live card: without /dev/nvidiactl or the card's node cuInit returns 100, without /dev/nvidia-uvm 999
     control, cards = m.nodes.at(CONTROL), m.card_nodes or (m.nodes.at("/dev/nvidia0"),)
-    needed: tuple[Node, ...] = {999: (m.nodes.at(UVM),), 100: cards}.get(m.code, ())
+    needed: tuple[Node, ...] = {999: (m.nodes.at(UVM),), 100: cards}.get(m.driver_result, ())
     if m.surroundings.wsl:
         needed = tuple(node for node in m.nodes.found if node.path == "/dev/dxg" and node.exists)
     elif m.hardware.tegra:
@@ -186,7 +193,7 @@ def faulty_node(m: Case) -> Found:
         owner = f"owner {node.uid}, group {node.group or node.gid}"
         state = f"opening it fails with {node.error}" if node.error else "it can be opened"
         line = f"{node.path}: {state} (mode {node.mode:04o}, {owner}, device {node.major}:{node.minor})"
-    answers = (m.answer, m.nvml_answer)
+    answers = (m.driver_result_line, m.nvml_result_line)
     wrong = _wrong_device(m, node)
     make = "nvidia-modprobe -u -c=0" if uvm else "nvidia-modprobe -c 0"
 
@@ -370,11 +377,11 @@ def hidden_gpus(m: Case) -> Found:
     seen = visible_devices(value, gpus, mig) if judged else Visible()
     is_cut = seen.known and seen.why != ""
     correct = m.steps(f"{CVD} in Slurm" if m.surroundings.slurm else CVD)
-    if is_cut and not (seen.error and m.works):
+    if is_cut and not (seen.error and m.cuda_works):
         code, why = _WHY[seen.why]
         hides = "an empty value hides every GPU"
         why = hides if value == "" else why.format(token=repr(seen.token), last=len(gpus) - 1)
-        answer = m.answer if seen.error and m.driver.cuda.answer.state != "unasked" else ""
+        answer = m.driver_result_line if seen.error and m.driver.cuda.answer.state != "unasked" else ""
         found = ""
         if tried := next((tried.cuda for tried in m.driver.experiments if tried.change == (CVD,)), None):
             finds = f"finds {plural(tried.count, 'GPU')}" if tried.works else "does not work either"
@@ -392,7 +399,7 @@ def hidden_gpus(m: Case) -> Found:
         counted = "torch.cuda.device_count() is 0, but a kernel ran on the GPU"
         yield "E13", Match((f"{CVD} is {value!r}", counted), correct, severity="warning")
     places = m.variables.origins.get(CVD, ())
-    if places and not m.works and is_cut:
+    if places and not m.cuda_works and is_cut:
         yield "E07", Match(tuple(f"{CVD} is set in {place}" for place in places), severity="note")
 
 
@@ -401,8 +408,8 @@ def other_variables(m: Case) -> Found:
     """Variables that break something; a note if they do not, or not yet."""
     first, run = m.torch.first, m.torch_run
     order = m.env(_ORDER)
-    if order not in (None, "FASTEST_FIRST", "PCI_BUS_ID") and m.has_nvidia and not m.works:
-        yield "E12", Match((f"{_ORDER} is {order!r}", m.answer))
+    if order not in (None, "FASTEST_FIRST", "PCI_BUS_ID") and m.has_nvidia and not m.cuda_works:
+        yield "E12", Match((f"{_ORDER} is {order!r}", m.driver_result_line))
 
     switches = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
     jit = next((name for name in switches if (m.env(name) or "0").strip() not in ("", "0")), "")
@@ -424,7 +431,7 @@ def other_variables(m: Case) -> Found:
                 break
 
     check = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    if m.env(check) == "1" and run.available and (not m.works or m.failed("init")):
+    if m.env(check) == "1" and run.available and (not m.cuda_works or m.failed("init")):
         evidence = (f"{check} is '1'", "torch.cuda.is_available() is True, but CUDA does not work")
         yield "E10", Match(evidence, severity="note")
 
@@ -436,5 +443,5 @@ def other_variables(m: Case) -> Found:
         names = f"CUDA's device 0 is {cuda[0].name}, nvidia-smi's is {nvml[0].name}"
         yield "E05", Match((names,), severity="note")
 
-    if m.variables.cache_problem and m.works:
+    if m.variables.cache_problem and m.cuda_works:
         yield "E11", Match((m.variables.cache_problem,), severity="note")

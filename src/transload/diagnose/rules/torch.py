@@ -27,10 +27,10 @@ def which_torch(m: Case) -> Found:
     others = tuple(f"another Python has torch: {other}" for other in python.others)
     absent = torch.installs == () and not (torch.shadow or torch.dangling or python.problem)  # certainly
 
-    if python.problem and not m.imported:
+    if python.problem and not m.torch_imported:
         yield "P09", Match((python.problem, *others))
 
-    if torch.shadow and not (m.imported and run.version and run.file != torch.shadow):
+    if torch.shadow and not (m.torch_imported and run.version and run.file != torch.shadow):
         via, folder = torch.shadow_via, dirname(torch.shadow)
         through = f", through {via}" if via else ""
         if folder.endswith(("/site-packages", "/dist-packages")):
@@ -104,8 +104,8 @@ def which_torch(m: Case) -> Found:
     elif first and leftovers:
         yield "P04", Match(leftovers, m.steps("P04 leftovers"), "note")
 
-    if absent and not m.imported:
-        fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.nvidia))
+    if absent and not m.torch_imported:
+        fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.has_nvidia_if_known))
         yield "P01", Match((f"{program} has no torch", python.why, *others), fix)
 
     arm = m.platform.machine.lower() in ("arm64", "aarch64")
@@ -117,7 +117,7 @@ def which_torch(m: Case) -> Found:
 def cpu_build(m: Case) -> Found:
     """A torch without CUDA on a machine whose NVIDIA card another build could use, and how it got there."""
     first, tegra = m.torch.first, m.hardware.tegra
-    if first is None or not first.cpu_only or not m.has_nvidia or m.computes:
+    if first is None or not first.cpu_only or not m.has_nvidia or m.torch_computes:
         return
     built = f"{first.location}/version.py says {first.version}: built without CUDA"
     if m.withheld:
@@ -158,14 +158,14 @@ def other_build(m: Case) -> Found:
     torch, first, run = m.torch, m.torch.first, m.torch_run
     if first is None:
         gone = tuple(f"{name} exists, but the files it lists do not" for name in torch.dangling)
-        if gone and not m.imported and torch.installs == ():
+        if gone and not m.torch_imported and torch.installs == ():
             yield "T09", Match(gone, (*fixes.delete(m, *torch.dangling), *m.reinstall))
         return
     # an error if torch cannot be imported or was not run; a note if a library only has another size
     unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
-    if not m.imported and (first.missing or unread):
+    if not m.torch_imported and (first.missing or unread):
         yield "T09", Match((*first.missing[:6], unread, torch_says(m.import_error)))
-    elif (first.missing or first.altered) and not m.computes:
+    elif (first.missing or first.altered) and not m.torch_computes:
         yield "T09", Match((*first.missing[:3], *first.altered[:3]), m.steps("T09 changed"), "note")
 
     foreign = (first.hip or first.xpu) and not first.cuda and not torch.shadow
@@ -355,8 +355,8 @@ def other_libraries(m: Case) -> Found:
 
     # without it the driver works; or torch fails and the library is about GPUs. Silent if torch works.
     where, fix, proof, suspect = _preloaded(m)
-    if (proof or suspect) and m.has_nvidia and not m.computes:
-        fails = proof or m.fails or m.import_error or m.failed("init", "kernel")
+    if (proof or suspect) and m.has_nvidia and not m.torch_computes:
+        fails = proof or m.driver_fails or m.import_error or m.failed("init", "kernel")
         evidence: Lines = (where, "without it the driver works" if proof else "", error)
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
 
@@ -379,7 +379,7 @@ def other_libraries(m: Case) -> Found:
         fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in found["dll"]
         yield "L10", Match((error,), m.steps("L10 fbgemm" if fbgemm else "L10"))
 
-    if m.platform.system == "Windows" and first and m.failed() and not m.computes:
+    if m.platform.system == "Windows" and first and m.failed() and not m.torch_computes:
         mapped = ((file, file.replace("\\", "/").rpartition("/")[2].lower()) for file in m.torch_run.libraries)
         dlls = (file for file, name in mapped if name.startswith(("cudart64_", "cudnn", "cublas")))
         if outside := [file for file in dlls if not file.startswith(first.location)]:
@@ -391,7 +391,7 @@ def other_libraries(m: Case) -> Found:
         from_here = [lib for lib in taken if dirname(lib.path) not in named]
         clean = ":".join(each for each in path if each.startswith(("/", "$")))
         fix = fixes.set_variable(m, "LD_LIBRARY_PATH", clean) if clean else fixes.unset(m, "LD_LIBRARY_PATH")
-        broken = bool(from_here) and not m.imported
+        broken = bool(from_here) and not m.torch_imported
         evidence = (*reasons, *map(_line, from_here[:3]))
         yield "L09", Match(evidence, fix, severity="error" if broken else "note")
 
@@ -413,7 +413,7 @@ def _numbers(code: str) -> tuple[int, int]:
 @rules("fit", "V05", "V01", "V02", "V03", "A05", "A01", "A02", "R02", likely=("V05",))
 def driver_and_cards(m: Case) -> Found:
     """The driver against the CUDA version that torch was built with, and the cards against its architectures."""
-    wheel, driver, torch_cuda, libraries = m.built_with, m.driver_cuda, m.torch_cuda, m.torch_libraries
+    wheel, driver, torch_cuda, libraries = m.torch_cuda_numbers, m.driver_cuda, m.torch_cuda, m.torch_libraries
     # under WSL it is the Windows driver
     system: tables.System = "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
     floor, shipped = tables.driver_floor(torch_cuda, system), tables.toolkit_driver(torch_cuda, system)
@@ -431,7 +431,7 @@ def driver_and_cards(m: Case) -> Found:
     bad = [card for card in m.cards if known and not tables.covers(codes, card.capability, wheel)]
     bad = [] if bad and m.torch_run.cuda_works and m.cards[0] in bad else bad
 
-    if too_old and wheel and tables.driver_runs(int(too_old[1]), wheel) and not m.computes:  # it is new enough
+    if too_old and wheel and tables.driver_runs(int(too_old[1]), wheel) and not m.torch_computes:  # it is new enough
         loaded = [path for path in m.torch_run.libraries if "/libcuda.so" in path] or [m.driver.cuda.library]
         preload, remove, *_ = _preloaded(m)
         named = tables.cuda_text(int(too_old[1]))
@@ -515,7 +515,7 @@ def _named(extension: ExtensionPackage) -> str:
 def other_packages(m: Case) -> Found:
     """Packages that were built for another torch, another CUDA or other cards."""
     release, _, build = m.torch_version.partition("+")
-    cuda = m.built_with
+    cuda = m.torch_cuda_numbers
     if not release:  # none of them can work without torch
         return
 
@@ -650,7 +650,7 @@ def not_allowed_to_work(m: Case) -> Found:
         if CUDA_LIBRARY.fullmatch(name):
             by_name.setdefault(name.partition(".so")[0], []).append(path)
     double = [path for paths in by_name.values() if len(set(paths)) > 1 for path in paths]
-    if double and not m.computes:  # an error only if torch fails
+    if double and not m.torch_computes:  # an error only if torch fails
         evidence = (*(f"loaded: {path}" for path in double[:6]), torch_says(work.error if work else ""))
         yield "X07", Match(evidence, severity="error" if work else "note", likely=bool(work))
 
@@ -677,7 +677,7 @@ def symptoms(m: Case) -> Found:
             fix = m.steps("X11 driver")
             if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
                 fix = m.steps("X11 library", path=lib.path, drop=drop)
-            yield "X11", Match((detail, f"also without torch: {m.answer}", where), (title, *fix))
+            yield "X11", Match((detail, f"also without torch: {m.driver_result_line}", where), (title, *fix))
         else:
             fix = m.steps("X11 hung" if hung else "X11", waits=" at " in detail)
             yield "X11", Match((detail,), (title, *fix), likely=hung)
@@ -695,7 +695,7 @@ def symptoms(m: Case) -> Found:
         yield "X10", Match(_lines(m.import_error), fix)
 
     error = start.error if start else ""
-    if m.imported and (run.available is False or start) and cuda.works and m.torch_cuda:
+    if m.torch_imported and (run.available is False or start) and cuda.works and m.torch_cuda:
         other = [path for path in run.libraries if "/libcuda.so" in path and cuda.library not in ("", path)]
         names = [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if m.env(name)]
         unset = fixes.unset(m, *names) if names else ()
@@ -717,7 +717,7 @@ def symptoms(m: Case) -> Found:
     # a child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning
     not_asked = cuda.answer.detail or m.problems.get("cuda", "")
     not_run = run.answer.detail or m.problems.get("torch run", "")
-    driver = m.driver_unasked and m.hardware.present and not m.works
+    driver = m.driver_unasked and m.hardware.present and not m.cuda_works
     torch = m.torch_not_run and bool(not_run) and not (m.python.problem or m.torch.shadow)
     if driver or torch:
         evidence = (
