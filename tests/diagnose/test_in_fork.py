@@ -51,11 +51,15 @@ def test_answers_before_a_crash_are_kept(last: object, capfd: pytest.CaptureFixt
     assert capfd.readouterr() == ("", "")
 
 
+def answer_slowly() -> str:
+    time.sleep(0.3)
+    return "slow"
+
+
 def test_fork_that_waits_for_a_processor_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = (lambda: time.sleep(0.3) or "slow",)  # type: ignore[func-returns-value]
     for waited, answer in ((0.0, Unknown("no answer within 0.01 s")), (60.0, "slow")):
         monkeypatch.setattr("transload.diagnose.children._waited", lambda _, waited=waited: waited)
-        assert in_fork(slow, 0.01) == (answer,)
+        assert in_fork([answer_slowly], 0.01) == (answer,)
 
 
 def test_answer_larger_than_the_pipe_buffer_is_complete() -> None:
