@@ -1,8 +1,13 @@
-"""The advice about distributed models works: tested with one rank, on the CPU, with gloo."""
+"""The advice about saving, loading and distributed models works: tested with one rank, on the CPU, with gloo."""
 
 from __future__ import annotations
 
 import functools
+import io
+import os
+import pickle
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -220,7 +225,156 @@ class Numbers(Rows):
         return index
 
 
+# -- saving and loading
+
+
+def reloaded(obj: object, **options: Any) -> Any:
+    """What ``torch.load`` returns for an object that was saved."""
+    buffer = io.BytesIO()
+    torch.save(obj, buffer, **options)
+    buffer.seek(0)
+    return torch.load(buffer)
+
+
+weight_norm = nn.utils.parametrizations.weight_norm
+
+
+def deep() -> list[Any]:
+    nested: list[Any] = []
+    for _ in range(900):
+        nested = [nested]
+    return nested
+
+
+def saved_deep() -> None:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(20_000)
+    try:
+        torch.save(deep(), io.BytesIO())
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+class WithExtraState(nn.Linear):
+    def __init__(self, extra: object) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = pickle.loads(state.numpy().tobytes())
+
+
+def devices(state_dict: dict[str, Any]) -> object:
+    return [state_dict[name].device for name in state_dict]
+
+
+def as_tensor(extra: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(extra)), dtype=torch.uint8)
+
+
+def taken(checkpoint: dict[str, Any], key: str = "") -> object:
+    return linear().load_state_dict(checkpoint["state_dict"] if not key else checkpoint)
+
+
+class Stream:
+    """A stream that can only be read, such as the response to a download."""
+
+    def __init__(self) -> None:
+        buffer = io.BytesIO()
+        torch.save(ones(1), buffer)
+        self.data = buffer.getvalue()
+
+    def read(self) -> bytes:
+        return self.data
+
+
+labels, logits = torch.tensor([0, 255]), ones(2, 3)
+
 ADVICE = [
+    Advice("not-seekable", lambda: torch.load(Stream()), lambda: torch.load(io.BytesIO(Stream().read()))),
+    Advice(
+        "not-seekable",
+        lambda: torch.load(linear().state_dict()),
+        lambda: linear().load_state_dict(linear().state_dict()),
+    ),
+    Advice(
+        "state-dict-kind",
+        lambda: linear().load_state_dict("model.pt"),
+        lambda: linear().load_state_dict(reloaded(linear().state_dict())),
+    ),
+    Advice(
+        "state-dict-kind",
+        lambda: linear().load_state_dict(linear()),
+        lambda: linear().load_state_dict(linear().state_dict()),
+    ),
+    Advice(
+        "state-dict-kind",
+        lambda: linear().load_state_dict(linear().named_parameters()),
+        lambda: linear().load_state_dict(dict(linear().named_parameters()), strict=False),
+    ),
+    Advice("checkpoint-key", lambda: taken(linear().state_dict()), lambda: taken(linear().state_dict(), "all")),
+    Advice(
+        "extra-state",
+        lambda: devices(WithExtraState({"a": 1}).state_dict()),
+        lambda: devices({k: v for k, v in WithExtraState({"a": 1}).state_dict().items() if torch.is_tensor(v)}),
+    ),
+    Advice(
+        "extra-state",
+        lambda: devices(WithExtraState({"a": 1}).state_dict()),
+        lambda: (
+            devices(WithExtraState(as_tensor({"a": 1})).state_dict()),
+            WithExtraState(None).load_state_dict(WithExtraState(as_tensor({"a": 1})).state_dict()),
+        ),
+    ),
+    Advice(
+        "parametrized-module",
+        lambda: torch.save(weight_norm(linear()), io.BytesIO()),
+        lambda: weight_norm(linear()).load_state_dict(reloaded(weight_norm(linear()).state_dict())),
+    ),
+    Advice(
+        "save-local-object",
+        lambda: torch.save({"collate": lambda batch: batch}, io.BytesIO()),
+        lambda: torch.save({"collate": functools.partial(sorted, reverse=True)}, io.BytesIO()),
+    ),
+    Advice(
+        "save-unpicklable",
+        lambda: torch.save({"model": linear(), "lock": threading.RLock()}, io.BytesIO()),
+        lambda: reloaded({"model": linear().state_dict(), "optimizer": torch.optim.Adam([ones(1)]).state_dict()}),
+    ),
+    Advice("save-recursion", lambda: torch.save(deep(), io.BytesIO()), saved_deep),
+    Advice(
+        "load-no-file",
+        lambda: torch.load("absent.pt"),
+        lambda: (os.path.abspath("absent.pt"), os.listdir(os.path.dirname(os.path.abspath("absent.pt")))),
+    ),
+    Advice(
+        "numpy-of-a-gpu-tensor",
+        lambda: ones(1).requires_grad_().numpy(),
+        lambda: ones(1).requires_grad_().detach().cpu().numpy(),
+    ),
+    Advice(
+        "label-out-of-range",
+        lambda: nn.functional.cross_entropy(logits, labels),
+        lambda: nn.functional.cross_entropy(logits, labels, ignore_index=255),
+    ),
+    Advice(
+        "index-out-of-range",
+        lambda: nn.Embedding(3, 2)(torch.tensor([3])),
+        lambda: nn.Embedding(int(torch.tensor([3]).max()) + 1, 2)(torch.tensor([3])),
+    ),
+    Advice(
+        "loss-input-out-of-range",
+        lambda: nn.functional.binary_cross_entropy(ones(2) * 3, ones(2)),
+        lambda: nn.functional.binary_cross_entropy_with_logits(ones(2) * 3, ones(2)),
+    ),
+    Advice(
+        "not-a-probability",
+        lambda: torch.multinomial((ones(3).half() * 70_000).float().softmax(0), 1),
+        lambda: torch.multinomial((ones(3).bfloat16() * 70_000).float().softmax(0), 1),
+    ),
     Advice("dtensor-mixed", lambda: torch.mm(split(), ones(4, 4)), lambda: torch.mm(split(), split(Replicate()))),
     Advice("dtensor-mixed", lambda: torch.mm(split(), ones(4, 4)), implicit),
     Advice("dtensor-mixed", lambda: torch.mm(split(), ones(4, 4)), lambda: torch.mm(split().full_tensor(), ones(4, 4))),
@@ -310,6 +464,22 @@ def test_advice_works(advice: Advice) -> None:
     explanation = transload.explain(caught.value, checks=False)
     assert [answer.code for answer in explanation.answers] == [advice.code]
     advice.right()
+
+
+def test_protocol_4_is_loaded_by_transload_without_trust_and_by_torch_with_it() -> None:
+    """The advice on values of more than 4 GiB, with a small one."""
+    buffer = io.BytesIO()
+    torch.save({"data": b"abc", "w": ones(1)}, buffer, pickle_protocol=4)
+    for load in (transload.load, functools.partial(torch.load, weights_only=False)):
+        buffer.seek(0)
+        assert load(buffer)["data"] == b"abc"
+    tensor = torch.frombuffer(bytearray(b"abc"), dtype=torch.uint8)
+    assert reloaded({"data": tensor})["data"].numpy().tobytes() == b"abc"
+
+
+def test_transload_save_says_where_the_object_is_that_cannot_be_pickled(tmp_path: Path) -> None:
+    with pytest.raises(transload.TransloadError, match=r"obj\['a'\]\['lock'\]"):
+        transload.save({"a": {"lock": threading.RLock()}}, tmp_path / "a.pt")
 
 
 def test_partial_dtensor_can_be_saved_after_redistribute(tmp_path: Path) -> None:

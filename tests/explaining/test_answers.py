@@ -146,7 +146,7 @@ def test_numpy_1_global_is_allowed_under_both_names() -> None:
 @pytest.mark.parametrize(("name", "itself"), [("numpy._core.multiarray.scalar", True), ("__main__.Config", False)])
 def test_name_that_transload_makes_itself_needs_no_trust(name: str, itself: bool) -> None:
     text = full_text(GLOBAL.format(name))
-    assert ("this name needs no trust there" in text) == itself
+    assert ("this class is one of them" in text) == itself
     assert "transload inspect FILE lists all such names" in text
     assert "transload check FILE" not in text
 
@@ -410,3 +410,82 @@ def test_file_named_far_from_an_error_is_not_checked_for_it() -> None:
     near = transload.explain(f"loading {MODULE_FILE}\n{error}\n")
     far = transload.explain(f"loading {MODULE_FILE}\n" + "step 7 of 100, all is well\n" * 40 + f"{error}\n")
     assert [answer.file is not None for explanation in (near, far) for answer in explanation.answers] == [True, False]
+
+
+SEEK = "AttributeError: '{}' object has no attribute 'seek'. You can only torch.load from a file that is seekable."
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "stream"),
+    [("dict", "it is already loaded", False), ("NoneType", "no path", False), ("HTTPResponse", "neither a path", True)],
+)
+def test_what_torch_load_was_given_is_named(kind: str, expected: str, stream: bool) -> None:
+    text = full_text(SEEK.format(kind))
+    assert expected in text
+    assert ("BytesIO" in text) == stream
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("<class 'str'>", "Load the file first"),
+        ("<class 'pathlib.PosixPath'>", "Load the file first"),
+        ("<class 'NoneType'>", "given nothing"),
+        ("<class 'generator'>", "a sequence (generator)"),
+        ("<class 'torch.nn.modules.module._IncompatibleKeys'>", "Do not assign its result"),
+        ("<class '__main__.Net'>", "an object of the class Net"),
+    ],
+)
+def test_what_load_state_dict_was_given_is_named(kind: str, expected: str) -> None:
+    assert expected in full_text(f"TypeError: Expected state_dict to be dict-like, got {kind}.")
+
+
+def test_shared_memory_without_permission_is_not_called_full() -> None:
+    denied = (
+        "n1:1:1 [0] NCCL WARN Call to shm_open failed : Permission denied\n"
+        "n1:1:1 [0] NCCL WARN Error while creating shared memory segment nccl-shm-recv-3f (size 9637888)\n"
+    )
+    outer = "RuntimeError: NCCL error in ProcessGroupNCCL.cpp:290, unhandled system error"
+    for text in (denied, denied + outer):
+        assert "is not full" in answer(text).cause
+        assert "--shm-size" not in full_text(text)
+    assert "is full" in answer(denied.partition("\n")[2]).cause
+
+
+ASSERTION = (
+    "../aten/src/ATen/native/cuda/{}: kernel: block: [0,0,0], thread: [{},0,0] Assertion `{}` failed.\n"
+    "RuntimeError: CUDA error: device-side assert triggered\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "check", "expected"),
+    [
+        ("Loss.cu:242", "t >= 0 && t < n_classes", "A label is outside [0, n_classes)"),
+        ("Indexing.cu:1141", "srcIndex < srcSelectDimSize", "An index is larger"),
+        ("Loss.cu:94", "input_val >= zero && input_val <= one", "outside [0, 1]"),
+        ("MyKernel.cu:7", "rows < limit", "failed on the GPU: rows < limit"),
+    ],
+)
+def test_assertion_of_a_kernel_names_the_cause(file: str, check: str, expected: str) -> None:
+    assert expected in answer(ASSERTION.format(file, 5, check)).cause
+
+
+def test_device_side_assert_without_its_assertion_gets_the_general_answer() -> None:
+    assert answer("RuntimeError: CUDA error: device-side assert triggered").code == "kernel-died"
+
+
+@pytest.mark.parametrize("name", ["_orig_mod.a.weight", "module.a.weight", "net._orig_mod.a.weight"])
+def test_prefix_of_a_wrapper_is_found_without_the_missing_keys(name: str) -> None:
+    text = f'RuntimeError: Error(s) in loading state_dict for Net:\n\tUnexpected key(s) in state_dict: "{name}". '
+    assert "Remove it" in full_text(text)
+    assert "Remove it" not in full_text(text.replace(name, "a.weight"))
+
+
+def test_id_of_the_hub_is_not_called_a_folder() -> None:
+    text = "OSError: {} does not appear to have a file named pytorch_model.bin, tf_model.h5 or flax_model.msgpack."
+    hub = full_text(text.format("stabilityai/stable-diffusion-2"))
+    assert "The repository stabilityai/stable-diffusion-2 on the Hugging Face Hub" in hub
+    assert "transload inspect FOLDER" not in hub
+    for folder in ("./model", "/data/model", "out/checkpoint-500"):
+        assert "transload inspect FOLDER" in full_text(text.format(folder))

@@ -35,6 +35,17 @@ def test_same_error_of_several_ranks_is_reported_once() -> None:
     assert "8 times" in str(transload.explain(text, checks=False))
 
 
+def test_every_occurrence_on_lines_close_together_is_counted() -> None:
+    text = "\n".join(f"RuntimeError: Invalid device string: 'gpu{number % 2}'" for number in range(40))
+    answers = transload.explain(text, checks=False).answers
+    assert [(answer.line, answer.times) for answer in answers] == [(1, 20), (2, 20)]
+
+
+def test_word_counts_only_as_a_line_of_its_own() -> None:
+    assert codes("epoch 1\nKilled\n") == ["killed"]
+    assert codes("epoch 1\nKilled workers: 0\n") == []
+
+
 def test_an_unknown_error_beside_a_known_one_is_named() -> None:
     text = f"{HEADER}  File 'a', line 1\nValueError: no such option\n\n{HEADER}  File 'b', line 1\n{CUT_OFF}\n"
     explanation = transload.explain(text, checks=False)

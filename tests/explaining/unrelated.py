@@ -111,16 +111,13 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "torch-view": lambda: torch.zeros(6).view(4),
     "torch-grad": lambda: torch.zeros(1).sum().backward(),
     "torch-twice": lambda: [loss.backward() for loss in [(torch.ones(1, requires_grad=True) ** 2).sum()] * 2],
-    "torch-embedding": lambda: torch.nn.Embedding(3, 2)(torch.tensor([5])),
     "torch-conv": lambda: torch.nn.Conv2d(3, 4, 3)(torch.zeros(1, 1, 8, 8)),
-    "torch-loss": lambda: torch.nn.CrossEntropyLoss()(torch.zeros(2, 3), torch.tensor([0, 9])),
     "torch-module": lambda: torch.nn.Linear(2, 2).nonsense,
     "torch-argument": lambda: torch.zeros(2, device="cpu", nonsense=1),
     "torch-stack": lambda: torch.stack([torch.zeros(2), torch.zeros(3)]),
     "torch-collate": lambda: torch.utils.data.default_collate([torch.zeros(2), torch.zeros(3)]),
     "torch-map-location": _user_map_location,
     "torch-dataset": _in_a_dataset,
-    "torch-no-file": lambda: torch.load("/no/such/folder/model.pt"),
 }
 
 PASTED: dict[str, str] = {**dict(sections(Path(__file__).with_name("unrelated.txt"))), "empty-lines": "\n\n   \n"}

@@ -221,9 +221,10 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
 def _answers(found: Sequence[ErrorMatch]) -> list[tuple[Answer, ErrorMatch]]:
     """One answer for each error, and its first match; causes first."""
     causes = any(each.known.role == "cause" for each in found)
+    explained = {code for each in found for code in each.known.explains}
     merged: dict[tuple[Any, ...], tuple[Answer, ErrorMatch]] = {}
     for each in found:
-        if each.known.role == "frame" and (causes or not each.known.fix):
+        if each.known.code in explained or (each.known.role == "frame" and (causes or not each.known.fix)):
             continue
         answer = _answer(each)
         key = (answer.code, answer.cause, answer.fix)
@@ -436,7 +437,7 @@ def report(explanation: Explanation) -> Iterator[Block]:
     for index, answer in enumerate(explanation.answers):
         if index:
             yield BLANK
-        cause = ((printable(answer.cause, None), "strong"), (f"  {answer.code}", "dim"))
+        cause = ((printable(answer.cause, None), "strong"), (f"  [{answer.code}]", "dim"))
         yield Prose(cause, lead=(_SIGNS[answer.kind],))
         times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
         line = f"line {answer.line}: " if answer.line else ""
@@ -446,7 +447,10 @@ def report(explanation: Explanation) -> Iterator[Block]:
         if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
             another = "this machine has another fault: " if machine.code else ""
             which = "this machine has this fault: " if machine.fits else another
-            words = ((printable(which + machine.title, None), ""), (f"  {machine.code}" if machine.code else "", "dim"))
+            words = (
+                (printable(which + machine.title, None), ""),
+                (f"  [{machine.code}]" if machine.code else "", "dim"),
+            )
             yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
             for text in machine.evidence[:3] if machine.code else ():
                 yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
@@ -470,7 +474,7 @@ def report(explanation: Explanation) -> Iterator[Block]:
             yield Prose("The known texts that are most similar, but not the same:", lead=_MARGIN)
         for near in each.nearest:
             why = f" ({near.why})" if near.why else ""
-            yield Prose(((f"{printable(near.says)}{why}  {near.code}", "dim"),), lead=(("    · ", "dim"),))
+            yield Prose(((f"{printable(near.says)}{why}  [{near.code}]", "dim"),), lead=(("    · ", "dim"),))
     if explanation.unknown:
         yield from _steps(_NEXT)
     if explanation.shortened:

@@ -96,7 +96,7 @@ def refused_name(values: Values) -> Sections:
     values["call"] = full if all(part.isidentifier() for part in full.split(".")) else "TheClass"
     if values["call"].startswith("numpy.core."):  # numpy 2 renamed it, and torch looks for the name in the file
         values["call"] = f'({full.replace("core", "_core", 1)}, "{full}")'
-    values["loads"] = "needs no trust there" if full in PLAIN_VALUES else "must be allowed there, too"
+    values["loads"] = "is one of them" if full in PLAIN_VALUES else "is not one of them, and must be allowed there too"
     return ()
 
 
@@ -110,7 +110,7 @@ def _cut_off(full: str) -> bool:
 
 _QUOTED = re.compile(r'"([^"]{1,400})"')
 _NEVER_MISSING = "num_batches_tracked"
-_INFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")
+_INFIXES = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_forward_module.")
 _WEIGHTS = ("state_dict", "model_state_dict", "model", "net", "ema")
 _WRAPPERS = frozenset({*_WEIGHTS, "optimizer", "epoch", "optimizer_states"})
 
@@ -128,6 +128,9 @@ def state_dict_keys(values: Values) -> Sections:
         values["ignoring"] = ", ignore_mismatched_sizes=True"
         values["also"] = f" Besides, the model differs: tensors of another shape: {len(shapes):,}."
     values["prefix"], in_file = prefix_between(missing, unexpected)
+    if unexpected and not missing:  # people paste only the end; no model names its own parts like a wrapper
+        values["prefix"] = next((each for each in _INFIXES if all(name.startswith(each) for name in unexpected)), "")
+        in_file = True
     if values["prefix"]:
         return (f"state-dict-keys/prefix-in-{'file' if in_file else 'model'}",)
     wrappers = [name for name in unexpected if name in _WRAPPERS]
@@ -137,7 +140,7 @@ def state_dict_keys(values: Values) -> Sections:
         return (f"state-dict-keys/whole{'-named' if inner else ''}",)
     for infix in _INFIXES:
         inside = [name for name in unexpected if infix in name and not name.endswith(_NEVER_MISSING)]
-        if inside and all(name.replace(infix, "") in missing for name in inside):
+        if inside and (not missing or all(name.replace(infix, "") in missing for name in inside)):
             values["prefix"] = infix
             return ("state-dict-keys/infix",)
     counted = (

@@ -17,10 +17,10 @@ The messages are data: ``pages/*.md``, a file for each subject, read by ``known_
 
     ### device-index/variant
 
-``KnownError`` describes the fields. ``cuda: 209/48 WORDS`` stands for all the ways in which a CUDA error is printed,
-with its number (and its number in old releases). A ``###`` section replaces parts of its page if its ``where`` matches,
-or if the page's hook, a function in ``hooks``, selects it. ``search`` looks for the messages in exceptions and logs;
-``nearest`` compares an unknown message with all of them.
+``KnownError`` describes the fields. ``line: WORDS`` is a message that must be a whole line. ``cuda: 209/48 WORDS``
+stands for all the ways in which a CUDA error is printed, with its number (and its number in old releases). A ``###``
+section replaces parts of its page if its ``where`` matches, or if the page's hook, a function in ``hooks``, selects it.
+``search`` looks for the messages in exceptions and logs; ``nearest`` compares an unknown message with all of them.
 """
 
 from __future__ import annotations
@@ -62,15 +62,16 @@ class Wording:
     """A message with blanks: ``{index:d}`` a number, ``{name:w}`` a word, ``{kind:o}`` an object, ``{x}`` anything.
 
     ``anchor`` is its longest literal: a text that does not contain it is not searched any further, so that few patterns
-    are ever compiled. ``weight`` is the length of all literals.
+    are ever compiled. ``weight`` is the length of all literals. ``whole_line``: it counts only as a line of its own.
 
     >>> wording = Wording("device {index:d} but {count:d}")
     >>> wording.shown, wording.pattern.search("CUDA device 1 but 0").groupdict()
     ('device … but …', {'index': '1', 'count': '0'})
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, whole_line: bool = False) -> None:
         self.text = text
+        self.whole_line = whole_line
         literals = _BLANK.split(text) if "{" in text else [text]
         if "{{" in text:
             literals = [literal.replace("{{", "{").replace("}}", "}") for literal in literals]
@@ -112,7 +113,8 @@ class KnownError(NamedTuple):
     is known; or ``remark`` for a message that is not an error. Words that many programs print count only if the pattern
     ``context`` matches around them, and never if ``unless`` does. ``place`` lists parts of paths and names: a short
     wording counts only near one of them; a path must be in the innermost frame, since torch calls user code, too.
-    A ``first`` error explains why there is no CUDA, and is shown before the errors that follow from it.
+    A ``first`` error explains why there is no CUDA, and is shown before the errors that follow from it. ``explains``
+    lists codes of general errors that follow from this one, and are not reported beside it.
 
     ``value: NAME BLANK PATTERN WORDS`` sets the value of a name to the words if the pattern matches in a blank; its
     groups become values, too. A later line replaces an earlier one. ``sections`` are the ``###`` sections: by name, the
@@ -133,6 +135,7 @@ class KnownError(NamedTuple):
     place: tuple[str, ...] = ()
     role: str = "cause"
     first: str = ""
+    explains: tuple[str, ...] = ()
     hook: str = ""
     value: tuple[str, ...] = ()
     where: str = ""
@@ -157,7 +160,7 @@ class Page(NamedTuple):
     hints: list[str]
 
 
-_SAID = re.compile("\n    (?:says|cuda): (.+)")
+_SAID = re.compile("\n    (?:says|line|cuda): (.+)")
 
 
 @cache
@@ -235,8 +238,8 @@ def _section(text: str) -> dict[str, Any]:
             continue
         for line in block.split("\n"):
             name, _, value = line[4:].partition(": ")
-            if name == "says":
-                says.append(Wording(value))
+            if name in ("says", "line"):
+                says.append(Wording(value, whole_line=name == "line"))
             elif name == "cuda":
                 numbers, _, words = value.partition(" ")
                 first, *earlier = numbers.split("/")
@@ -246,7 +249,7 @@ def _section(text: str) -> dict[str, Any]:
             elif name == "value":
                 fields["value"] = (*fields.get("value", ()), value)
             else:
-                fields[name] = tuple(value.split()) if name in ("needs", "doctor", "place") else value
+                fields[name] = tuple(value.split()) if name in ("needs", "doctor", "place", "explains") else value
     if says:
         fields["says"] = tuple(says)
     return fields
@@ -359,7 +362,7 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Err
         if known.context and not re.search(known.context, traceback or text):
             continue
         for wording in known.says:
-            at = text.find(wording.anchor)
+            at, beyond = text.find(wording.anchor), 0
             for _ in range(_MOST):
                 if at < 0:
                     break
@@ -369,11 +372,12 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Err
                 if not placed:
                     places = ((place, frame or around if "/" in place else around) for place in known.place)
                     placed = any(place in where.replace("\\", "/") for place, where in places)
-                found = wording.pattern.search(text, max(0, at - _AROUND), after + _AROUND) if placed else None
-                if found:
+                found = wording.pattern.search(text, max(beyond, at - _AROUND), after + _AROUND) if placed else None
+                beyond = found.end() if found else beyond
+                if found and not (wording.whole_line and source.lines_at(*found.span())[0] != found[0]):
                     values = found.groupdict("")
                     matches.append(ErrorMatch(known, *found.span(), values, wording.weight, source, traceback))
-                at = text.find(wording.anchor, max(after, found.end() if found else 0))
+                at = text.find(wording.anchor, max(after, beyond))
     kept: list[ErrorMatch] = []
     for match in sorted(matches, key=lambda match: (match.known.rank, -match.weight, match.start)):
         if all(match.end <= other.start or other.end <= match.start for other in kept):
