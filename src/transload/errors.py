@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno as numbers
 from _pickle import PicklingError, UnpicklingError  # the same as in pickle, which takes ten times as long to import
+from io import UnsupportedOperation
 from typing import Any
 
 __all__ = ["BrokenFileError", "BusyFileError", "CannotPickleError", "CannotReadError", "CannotWriteError"]
 __all__ += ["ConvertError", "DirectoryError", "DoesNotFitError", "FileWarning", "ForbiddenFileError"]
 __all__ += ["ForbiddenWriteError", "FullDiskError", "LandingWarning", "LoadError", "ManifestError", "MissingClassError"]
 __all__ += ["MissingFileError", "MissingModuleError", "NoDeviceError", "NoDirectoryError", "NoTorchError"]
-__all__ += ["NotACheckpointDirectoryError", "NotACheckpointError", "NotAFileError", "OverflowRefusedError"]
-__all__ += ["RescueError", "RetagError", "SaveError", "SaveWarning", "TransloadError", "UnsafeError", "UsageError"]
+__all__ += ["NotACheckpointDirectoryError", "NotACheckpointError", "NotAFileError", "NotSeekableError"]
+__all__ += ["OverflowRefusedError", "RescueError", "RetagError", "SaveError", "SaveWarning", "TransloadError"]
+__all__ += ["UnsafeError", "UsageError"]
 
 
 class TransloadError(Exception):
@@ -74,6 +76,10 @@ class MissingFileError(CannotReadError, FileNotFoundError):
 
 class ForbiddenFileError(CannotReadError, PermissionError):
     """The system does not permit reading the file."""
+
+
+class NotSeekableError(CannotReadError, UnsupportedOperation):
+    """The file object is a pipe, a socket or the like, which cannot be read at any position."""
 
 
 class DirectoryError(CannotReadError, IsADirectoryError):

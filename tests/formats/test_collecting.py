@@ -42,6 +42,7 @@ def test_load_does_not_move_existing_garbage_to_the_oldest_generation(saved: byt
 def test_loaded_objects_are_garbage_collected_like_any_others() -> None:
     buffer = io.BytesIO()
     torch.save(Cycle(), buffer)
+    buffer.seek(0)
     gc.collect()
     loaded = load(buffer, weights_only=False)
     reference = weakref.ref(loaded)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import itertools
+import pickle
+import struct
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
-from tests.each import for_each, parametrize_groups
+from tests import forge
+from tests.each import each, for_each, parametrize_groups
 from tests.loading.equal import assert_same
 from tests.loading.zoo import DATA_TORCH_REFUSES, FORMS, IGNORED_WARNINGS, ZOO, Specimen, registered_as_safe, saved
 
@@ -40,7 +44,7 @@ def loaded_by_torch(path: Path, **options: Any) -> Any:
     """Load a file with torch: with ``weights_only``, or, if torch refuses that, without."""
     try:
         return torch.load(path, weights_only=True, **options)
-    except UnpicklingError:
+    except pickle.UnpicklingError:
         pass
     try:
         return torch.load(path, weights_only=False, **options)
@@ -237,10 +241,89 @@ def test_objects_in_one_stream_are_read_one_after_the_other() -> None:
     assert stream.read() == b"rest"
 
 
-def test_file_object_at_its_end_is_read_from_the_start() -> None:
+def _saved(value: Any, *, legacy: bool = False) -> bytes:
     stream = io.BytesIO()
-    torch.save(torch.arange(3), stream)
-    assert load(stream).tolist() == [0, 1, 2]
+    torch.save(value, stream, _use_new_zipfile_serialization=not legacy)
+    return stream.getvalue()
+
+
+_ZIP, _LEGACY = _saved(torch.ones(1)), _saved(torch.zeros(2), legacy=True)
+_VIEWS = _saved({"a": torch.arange(6.0)[:2], "n": torch.ones(0), "b": torch.ones(3)})
+STREAMS: dict[str, tuple[bytes, int]] = {
+    "empty": (b"", 0),
+    "zip": (_ZIP, 0),
+    "zip of several storages": (_VIEWS, 0),
+    "zip without tensors": (_saved({"a": 1}), 0),
+    "legacy": (_LEGACY, 0),
+    "legacy without tensors": (_saved({"a": 1}, legacy=True) * 2, 0),
+    "several legacy": (_LEGACY * 3, 0),
+    "zip after legacy": (_LEGACY * 2 + _ZIP, 0),
+    "zip after other bytes": (bytes(9) + _ZIP, 9),
+    "legacy after zip": (_ZIP + _LEGACY, len(_ZIP)),
+    "other bytes after legacy": (_LEGACY + b"rest", 0),
+    "end of a zip": (_ZIP, len(_ZIP)),
+    "beyond the end": (_LEGACY, len(_LEGACY) + 5),
+    "in the middle": (_LEGACY, 3),
+}
+_KINDS: list[Callable[[Path], Any]] = [
+    lambda path: io.BytesIO(path.read_bytes()),
+    lambda path: path.open("rb"),
+    lambda path: path.open("rb", buffering=0),
+]
+
+
+@each("name", STREAMS)
+def test_stream_is_read_as_torch_reads_it(name: str, tmp_path: Path) -> None:
+    data, start = STREAMS[name]
+    path = tmp_path / "stream"
+    path.write_bytes(data)
+    for kind, weights_only in itertools.product(_KINDS, (True, False)):
+        with kind(path) as torchs, kind(path) as ours:
+            torchs.seek(start)
+            ours.seek(start)
+            while True:
+                try:
+                    expected = torch.load(torchs, weights_only=weights_only)
+                except (EOFError, pickle.UnpicklingError, RuntimeError, struct.error) as error:
+                    kinds = EOFError if isinstance(error, EOFError) else (pickle.UnpicklingError, RuntimeError)
+                    before = ours.tell()
+                    with pytest.raises(kinds):
+                        load(ours, weights_only=weights_only)
+                    assert ours.tell() == before
+                    break
+                assert_same(expected, load(ours, weights_only=weights_only))
+                assert ours.tell() == torchs.tell()
+
+
+def test_other_formats_are_read_from_the_position_to_the_end() -> None:
+    array = io.BytesIO()
+    np.save(array, np.arange(3))
+    for data in (forge.tar(), array.getvalue()):
+        stream = io.BytesIO(b"x" + data)
+        stream.seek(1)
+        load(stream, weights_only=False)
+        with pytest.raises(EOFError, match=rf"byte {len(data) + 1:,}\n.*seek\(0\)"):
+            load(stream)
+
+
+class _Pipe(io.RawIOBase):
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, _: Any) -> int:
+        return 0
+
+
+class _NoSeek:
+    read = readline = tell = io.BytesIO().read
+
+
+def test_object_that_cannot_seek_raises_what_torch_raises() -> None:
+    for file in (_Pipe(), _NoSeek()):
+        for loader in (torch.load, load):
+            expected = io.UnsupportedOperation if isinstance(file, _Pipe) else AttributeError
+            with pytest.raises(expected, match="seek"):
+                loader(cast(Any, file))
 
 
 def test_text_file_or_number_as_source_is_a_usage_error() -> None:

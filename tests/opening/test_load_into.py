@@ -62,6 +62,7 @@ def meta(kind: Callable[[], nn.Module] = Net) -> nn.Module:
 def file_of(value: Any, **options: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(value, file, **options)
+    file.seek(0)
     return file
 
 
@@ -548,6 +549,7 @@ class TestTargets:
     def test_tied_weight_is_read_once(self) -> None:
         file = CountingFile()
         torch.save({"0.weight": torch.ones(1000, 1000), "1.weight": torch.ones(1000, 1000)}, file)
+        file.seek(0)
         model = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 1000, bias=False))
         model[1].weight = model[0].weight
         load_into(model, file)
@@ -988,7 +990,7 @@ class TestFormats:
             archive.writestr("serialized_exported_program.json", "{}")
             archive.writestr("serialized_state_dict.pt", file_of(dict(expected.state_dict())).getvalue())
             archive.writestr("serialized_constants.pt", file_of({"k": torch.ones(2)}).getvalue())
-        assert not load_into(model, program).unexpected_keys
+        assert not load_into(model, program.getvalue()).unexpected_keys
         assert_same_state(model, expected)
 
     def test_bytes(self) -> None:

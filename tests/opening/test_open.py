@@ -68,6 +68,7 @@ class CountingFile(io.BytesIO):
 def file_of(value: Any, **options: Any) -> io.BytesIO:
     file = io.BytesIO()
     torch.save(value, file, **options)
+    file.seek(0)
     return file
 
 
@@ -212,6 +213,7 @@ class TestBytesRead:
         # A row of `wide` is 64 KiB, and one of `narrow` 40 bytes.
         state = {"wide": torch.arange(1 << 20).view(128, 8192).int(), "narrow": torch.arange(10_000.0).view(-1, 10)}
         torch.save({**state, "turned": state["narrow"].t().contiguous().t(), "rows": state["narrow"][::4]}, counting)
+        counting.seek(0)
         return counting
 
     @pytest.mark.parametrize(
@@ -246,6 +248,7 @@ class TestBytesRead:
         file = CountingFile()
         flat = torch.arange(1000.0)
         torch.save({"a": flat[:10], "b": flat[500:700].view(10, 20)}, file)
+        file.seek(0)
         with open_(file) as handle:
             file.count()
             assert torch.equal(handle["b"], flat[500:700].view(10, 20))
@@ -255,6 +258,7 @@ class TestBytesRead:
     def test_opening_reads_only_the_index(self) -> None:
         file = CountingFile()
         torch.save({"a": torch.zeros(1 << 22)}, file)
+        file.seek(0)
         with open_(file) as handle:
             assert list(handle) == ["a"]
         assert file.count() < 100_000
@@ -400,7 +404,7 @@ class TestFormats:
             for entry in old.infolist():
                 swapped = {"byteorder": b"big", "0": bytes(storage)}
                 new.writestr(entry.filename, swapped.get(entry.filename.rpartition("/")[2], old.read(entry)))
-        with open_(out) as handle:
+        with open_(out.getvalue()) as handle:
             assert torch.equal(handle["a"], expected)
             assert torch.equal(handle["b"], expected[1:, ::3])
             assert torch.equal(handle.slice("a")[2:4], expected[2:4])

@@ -36,7 +36,7 @@ class Buffers(torch.nn.Module):
 @pytest.mark.parametrize("mode", [lambda: torch.device("meta"), torch.inference_mode], ids=["meta", "inference"])
 def test_conversion_works_in_any_torch_mode(mode: Callable[[], AbstractContextManager[Any]]) -> None:
     """The intermediate buffer is on the CPU, whatever the default device is."""
-    data = io.BytesIO(saved({"a": VALUE, "b": VALUE[:, ::2]}))
+    data = saved({"a": VALUE, "b": VALUE[:, ::2]})
     model = Buffers(a=torch.zeros(8, 8, dtype=torch.float64), b=torch.zeros(8, 4, dtype=torch.float64))
     with mode(), open_(data, dtype=torch.float64) as handle:
         tensors = dict(handle)
@@ -98,6 +98,7 @@ def test_reads_after_an_interrupt_are_correct(monkeypatch: pytest.MonkeyPatch) -
     with zipfile.ZipFile(io.BytesIO(saved({"a": value}))) as old, zipfile.ZipFile(compressed, "w", 8) as new:
         for name in old.namelist():
             new.writestr(name, old.read(name))
+    compressed.seek(0)
 
     class Interrupted(inflating.Inflating):
         calls = 0

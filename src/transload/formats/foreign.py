@@ -411,6 +411,9 @@ def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
     '15 bytes of text, probably a server\'s answer: "Entry not found"'
     """
     view = Excerpt(source, depth=depth, whole=whole)
+    if start := getattr(source, "start", 0) if not view.size else 0:
+        title = f"the end of a file object: nothing follows its position, byte {start:,}"
+        return Foreign("empty", title, (), ("To read it from its beginning, call seek(0) first.",))
     if not view.size:
         return Foreign("empty", "an empty file: the save or the download never wrote anything", (), (_AGAIN,))
     # Exact tests come first, guesses last, and a container before what it may contain.

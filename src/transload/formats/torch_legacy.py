@@ -21,7 +21,7 @@ from transload.formats.pickle_streams import run_at
 from transload.formats.tensors import StorageTable, declared_storages, find_tensors
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
-from transload.io.sources import Slice, Source
+from transload.io.sources import ObjectSource, Slice, Source
 from transload.nodes import Dict, Global, Persistent, Pickle, short
 
 if TYPE_CHECKING:
@@ -69,8 +69,6 @@ def read_legacy(source: Source) -> Checkpoint:
         problems.add("legacy-bad-protocol", _STAGES[1], f"torch reads protocol version {PROTOCOL} only")
     main = pickles[3] if len(pickles) > 3 else Pickle(_STAGES[3])
     main.main = True
-    if ends_like_zip(source):
-        problems.add("zip-inside", detail="zipfile reads the archive at its end, torch the stream before it")
     pids = [node.id for node in main.persistent if type(node.id) is tuple and node.id]
     untyped = sum(type(pid[1]) is Global and pid[1].name.endswith("UntypedStorage") for pid in pids if len(pid) > 1)
     if untyped:  # those of newer dtypes: torch also writes them in this format, but cannot read them
@@ -100,6 +98,10 @@ def read_legacy(source: Source) -> Checkpoint:
             continue
         end = source.size
         break
+    # In a file object, more objects may follow, the last of which may be an archive; a file is one object.
+    more = isinstance(source, ObjectSource) and source.read(end, 32).startswith((MAGIC_PICKLE, b"PK\x03\x04"))
+    if not more and ends_like_zip(source):
+        problems.add("zip-inside", detail="zipfile reads the archive at its end, torch the stream before it")
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key)))
     out.add_tree(*tree)
     if not any(pickle.broken for pickle in pickles):

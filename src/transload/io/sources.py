@@ -180,7 +180,7 @@ class BytesSource(Source):
 
 
 class ObjectSource(Source):
-    """A seekable binary file object. Positions count from its start; ``close`` restores ``home``, its position."""
+    """A seekable binary file object, from its position ``start`` on. ``close`` moves it to ``home``: back to there."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -188,15 +188,17 @@ class ObjectSource(Source):
         self.name = str(getattr(file, "name", "<file object>"))
         try:
             text = isinstance(file.read(0), str)
-            self.home = file.tell()
+            self.start = self.home = file.tell()
             file.seek(0, os.SEEK_END)
-            self.size = file.tell()  # seek() of some objects, such as mmap before Python 3.13, returns None
-            file.seek(self.home)
+            # seek() of some objects, such as mmap before Python 3.13, returns None.
+            self.size = max(0, file.tell() - self.start)
+            file.seek(self.start)
         except (OSError, ValueError, AttributeError) as error:
-            from transload.errors import CannotReadError
+            from transload.errors import NotAFileError, NotSeekableError
 
+            kind = NotAFileError if isinstance(error, AttributeError) else NotSeekableError
             fix = "Read it into io.BytesIO first and pass that."
-            raise CannotReadError(f"the file object cannot seek ({error})", where=self.name, fix=fix) from error
+            raise kind(f"the file object cannot seek ({error})", where=self.name, fix=fix) from error
         if text:
             from transload.errors import UsageError
 
@@ -209,7 +211,7 @@ class ObjectSource(Source):
             return b""
         with self._lock:
             try:
-                self._file.seek(offset)
+                self._file.seek(self.start + offset)
                 data = self._file.read(count)
                 while data and len(data) < count and (more := self._file.read(count - len(data))):
                     data += more  # an unbuffered object may return fewer bytes than there are
@@ -223,7 +225,7 @@ class ObjectSource(Source):
         done = 0
         try:
             with self._lock:
-                self._file.seek(offset)
+                self._file.seek(self.start + offset)
                 while into and done < len(buffer) and (count := into(buffer[done:])):
                     done += count
         except (OSError, ValueError):
@@ -231,7 +233,7 @@ class ObjectSource(Source):
         return done if into else super().readinto(offset, buffer)  # which raises our errors
 
     def close(self) -> None:
-        """Restore the position; the object stays open."""
+        """Move to ``home``; the object stays open."""
         if not getattr(self._file, "closed", False):  # not every file-like object has it
             self._file.seek(self.home)
 
@@ -264,7 +266,7 @@ def open_source(f: SourceLike) -> Source:
         return FileSource(f)
     if isinstance(f, bytes | bytearray | memoryview):
         return BytesSource(f)
-    if hasattr(f, "read") and hasattr(f, "seek"):
+    if hasattr(f, "read"):
         return ObjectSource(f)
     from transload.errors import NotAFileError
 

@@ -293,6 +293,7 @@ def _temporary_file(stack: ExitStack) -> BinaryIO:
 
 
 def _file_source(file: BinaryIO, name: str) -> Source:
+    file.seek(0)
     source = ObjectSource(file)
     source.name = name
     return source

@@ -16,13 +16,11 @@ from threading import Lock
 from transload.checkpoint import Checkpoint, Key
 from transload.errors import BrokenFileError, UsageError
 from transload.frozen import Frozen, replace
-from transload.io.sources import FileSource, ObjectSource, Slice, Source, SourceLike, has_journal, open_source
+from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, open_source
 
 __all__ = ["OpenCheckpoint", "Piece", "ReopenedFile"]
 
 _ABSENT = object()  # no node: a node may be None
-_STREAM = "\0"
-"""The key of a file object, which is read from its position on; no file can have this name."""
 
 
 class OpenCheckpoint:
@@ -39,6 +37,7 @@ class OpenCheckpoint:
         self.closed = False
         self._open: dict[str, Source] = {}
         self._tree = tree
+        self._stream: ObjectSource | None = None  # the file object that it is read from
         self._folder: str | None = None  # the folder that file names are relative to, if there are several files
         self._members: dict[int, dict[Key, object]] = {}
         self._lock = Lock()
@@ -61,12 +60,15 @@ class OpenCheckpoint:
         self.close()
 
     def close(self) -> None:
-        """Close every file, and restore the position of a file object. May be called twice."""
+        """Close every file; a file object is only moved. May be called twice."""
         with self._lock:
             self.closed = True
             for source in self._open.values():
                 source.close()
             self._open.clear()
+            if self._stream is not None:
+                self._stream.close()
+                self._stream = None
 
     def check_open(self) -> None:
         """Raise ``UsageError`` if it was closed."""
@@ -81,12 +83,21 @@ class OpenCheckpoint:
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
     def seek_past_content(self) -> None:
-        """Make ``close`` leave a file object at the end of what was read: another object may follow."""
-        source, whole = self._open.get(""), self._open.get(_STREAM)
-        if isinstance(whole, ObjectSource) and self.checkpoint.format == "torch-legacy":
-            last = max((s.offset + s.nbytes for s in self.checkpoint.storages if s.offset is not None), default=0)
-            end = max(last, sum(pickle.end for pickle in self.checkpoint.pickles))
-            whole.home = end + (source.offset if isinstance(source, Slice) else 0)
+        """Make ``close`` leave a file object where ``torch.load`` does.
+
+        That is after a stream, which another object may follow; in an archive, after the record that is read last.
+        """
+        if self._stream is None:
+            return
+        checkpoint, end = self.checkpoint, self._stream.size
+        storages = [each.offset + each.stored for each in checkpoint.storages if each.offset and each.stored]
+        if checkpoint.format == "torch-legacy":
+            end = max(0, *storages, sum(pickle.end for pickle in checkpoint.pickles))
+        elif checkpoint.format == "torch-zip":
+            pickles = {pickle.name for pickle in checkpoint.pickles if pickle.main}
+            index = [each.offset + each.stored for each in checkpoint.records if each.name in pickles and each.offset]
+            end = (storages or index or [end])[-1]
+        self._stream.home = self._stream.start + end
 
     def file(self, name: str = "") -> Source:
         """One of its files, by ``Storage.file``; it stays open until ``close``."""
@@ -116,14 +127,8 @@ class OpenCheckpoint:
 
     def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
         if not isinstance(f, str | os.PathLike):
-            self._open[_STREAM] = source = open_source(f)
-            if isinstance(source, ObjectSource) and source.home:
-                from transload.formats.torch_legacy import looks_like_legacy
-                from transload.formats.zip import starts_like_zip
-
-                # What follows the position of a file object, if a checkpoint begins there; else all of it.
-                following = Slice(source, source.home, source.size - source.home, source.name)
-                source = following if starts_like_zip(following) or looks_like_legacy(following) else source
+            source = open_source(f)
+            self._stream = source if isinstance(source, ObjectSource) else None
             return self._single(source, "")
         path = os.fspath(f)
         if has_journal(path):  # finish or undo an interrupted retag of the file
