@@ -131,20 +131,27 @@ def schema() -> dict[str, Any]:
     }
     definitions["Finding"] = _object(finding)
     definitions["Muted"] = _object({**finding, "because": {"type": "string", "description": "the code of its cause"}})
+    result = {
+        "schema": {"const": 1},
+        "status": {"enum": list(get_args(Status))},
+        "cuda_usable": {"type": "boolean"},
+        "cause": {"anyOf": [{"$ref": "#/$defs/Finding"}, {"type": "null"}]},
+        "findings": {"type": "array", "items": {"$ref": "#/$defs/Finding"}},
+        "muted": {"type": "array", "items": {"$ref": "#/$defs/Muted"}},
+        "machine": machine,
+    }
+    # What any command prints if there is no result.
+    texts = {name: {"type": "string"} for name in ("what", "where", "fix")}
+    why = "why there is no result: the exit code is 2, and ok is false"
+    error = {**_object({**texts, "errno": {"type": ["integer", "null"]}}), "description": why}
+    failure = {"schema": {"const": 1}, "path": {"type": "string"}, "ok": {"const": False}, "error": error}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "transload doctor --json, schema 1",
-        **_object(
-            {
-                "schema": {"const": 1},
-                "status": {"enum": list(get_args(Status))},
-                "cuda_usable": {"type": "boolean"},
-                "cause": {"anyOf": [{"$ref": "#/$defs/Finding"}, {"type": "null"}]},
-                "findings": {"type": "array", "items": {"$ref": "#/$defs/Finding"}},
-                "muted": {"type": "array", "items": {"$ref": "#/$defs/Muted"}},
-                "machine": machine,
-            }
-        ),
+        "type": "object",
+        "oneOf": [{"required": list(result)}, {"required": list(failure), "maxProperties": len(failure)}],
+        "additionalProperties": False,
+        "properties": {**result, **failure},
         "$defs": dict(sorted(definitions.items())),
     }
 

@@ -35,6 +35,17 @@ def closest_device(name: str) -> str:
     return "" if device == name else device
 
 
+def refuse_unknown(name: str, others: str) -> None:
+    """Refuse a name that no device has; ``others`` are the words that are also accepted."""
+    kind, index = split(name)
+    if kind not in KINDS or (index is None and name != kind):
+        from transload.errors import UsageError
+
+        near = closest_device(name)
+        fix = f"Use {others}, or a name such as cpu, cuda:0 or mps." + (f" Did you mean {near}?" if near else "")
+        raise UsageError(f"{name!r} is not a device", fix=fix)
+
+
 _LONGEST_INDEX = 4  # digits; torch keeps an index in eight bits, but a tag may be anything
 
 

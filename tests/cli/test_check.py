@@ -74,6 +74,15 @@ def test_device_option_sets_the_map_location(
     assert bool(document["plan"]["refused"]) == bool(code)
 
 
+@each("device", ["banana", "cuda:1,banana", "gpu", "cuda:x", "", "cpu,none"])
+def test_name_that_is_no_device_is_a_usage_error(device: str, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(data / "h200" / "state_dict_cuda1.pt"), "--device", device]) == 2
+    output = capsys.readouterr()
+    assert not output.out
+    assert "is not a device\n  Use auto, none, or a name such as" in output.err
+    assert ("Did you mean cuda?" in output.err) == (device in ("gpu", "cuda:x"))
+
+
 def test_missing_file_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "absent.pt")]) == 2
     output = capsys.readouterr()

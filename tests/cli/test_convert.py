@@ -56,8 +56,8 @@ def test_file_is_converted_to_safetensors(state: str, tmp_path: Path, capsys: py
 
 
 def test_options_are_accepted_between_source_and_target(state: str, tmp_path: Path) -> None:
-    assert main(["convert", state, "--to", "safetensors", str(tmp_path / "new" / "a.bin"), "--no-verify"]) == 0
-    assert (tmp_path / "new" / "a.bin").exists()
+    assert main(["convert", state, "--to", "safetensors", str(tmp_path / "a.bin"), "--no-verify"]) == 0
+    assert (tmp_path / "a.bin").exists()
 
 
 def test_existing_target_needs_force(state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,8 +133,10 @@ def test_leftovers_of_a_module_are_reported(data: Path, tmp_path: Path, capsys: 
 
 USAGE_ERRORS = [
     pytest.param(["{state}"], "DST is missing", id="no target"),
+    pytest.param(["{state}", "{tmp}/a.GGUF"], "GGUF cannot be written", id="unwritten suffix"),
+    pytest.param(["{state}", "{tmp}/a", "--to", "json"], "unknown format 'json'", id="unknown format"),
     pytest.param(["{state}", "{tmp}/a.xyz"], "does not say which format", id="unknown suffix"),
-    pytest.param(["{state}", "{tmp}/a", "--to", "onnx"], "unknown format 'onnx'", id="unknown format"),
+    pytest.param(["{state}", "{tmp}/a", "--to", "onnx"], "ONNX cannot be written", id="unwritten format"),
     pytest.param(["{state}", "{tmp}/a.pt", "--dtype", "int4"], "'int4'", id="unknown dtype"),
     pytest.param(["{state}", "{tmp}/a.safetensors", "--max-shard-size", "many"], "'many'", id="invalid size"),
     pytest.param(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -206,9 +207,15 @@ def test_undecodable_file_name_is_escaped(program: Transload, tmp_path: Path) ->
     Path(name).write_bytes(b"<html>")
     result = program("inspect", name)
     assert result.returncode == 1
-    assert "\\udcff\\x1b[2J.pt" in result.stdout
-    document = json.loads(program("inspect", name, "--json").stdout)
-    assert document["path"] == name
+    shown = result.stdout.splitlines()[0]
+    assert shown.endswith("/\\xff\\x1b[2J.pt'")
+    assert json.loads(program("inspect", name, "--json").stdout)["path"].endswith("/\\xff\x1b[2J.pt")
+    if bash := shutil.which("bash"):  # which reads the name that is shown
+        command = [bash, "-c", f"cat {shown}"]
+        assert subprocess.run(command, capture_output=True, check=True).stdout == b"<html>"
+        name = f"{name}/none"
+        error = program("inspect", name).stderr.splitlines()[0]
+        assert error.startswith("transload: $'/")
 
 
 def test_standard_input_is_read_from_a_pipe_and_from_a_file(data: Path) -> None:
@@ -220,6 +227,27 @@ def test_standard_input_is_read_from_a_pipe_and_from_a_file(data: Path) -> None:
     named = subprocess.run([*command[:-1], path], capture_output=True, check=True).stdout
     assert piped == redirected
     assert json.loads(piped) == {**json.loads(named), "path": "<stdin>"}
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="no /dev/fd")
+def test_process_substitution_is_read_like_standard_input(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = data / "h200" / "state_dict_cuda1.pt"
+    read, write = os.pipe()
+    with open(read, "rb"), open(write, "wb") as file:
+        file.write(path.read_bytes())  # smaller than a pipe
+        file.close()
+        assert main(["inspect", f"/dev/fd/{read}"]) == 0
+        assert capsys.readouterr().out.startswith("<pipe>\n  format      torch.save zip archive\n")
+        assert main(["inspect", "/dev/fd/987654"]) == 2
+    assert "No such file" in capsys.readouterr().err
+
+
+def test_link_to_a_missing_file_is_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.pt").symlink_to("blobs/0123")
+    assert main(["inspect", str(tmp_path / "a.pt")]) == 2
+    assert "a link to blobs/0123, which does not exist" in capsys.readouterr().err
 
 
 def test_closed_standard_input_is_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from jsonschema import ValidationError
 from tests.each import each
+from tests.schema import validate
 
 import transload
 from transload import findings
@@ -21,11 +24,10 @@ from transload.errors import TransloadError
 from transload.render.words import printable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.cli.conftest import Transload
 
 
+DOCS = Path(__file__).parent.parent.parent / "docs"
 Command = Callable[[BaseException], None]
 
 
@@ -192,12 +194,18 @@ def test_public_names_resolve_and_nothing_else_is_listed() -> None:
         ["check", "nope.pt"],
         ["convert", "nope.pt", "out.safetensors"],
         ["doctor", "--from", "nope.json"],
+        ["doctor", "--explain", "U99"],
         ["explain", "nope.log"],
         ["inspect", "nope.pt"],
         ["rescue", "nope.pt", "out.pt"],
         ["retag", "nope.pt", "--to", "cpu"],
         ["verify", "nope.pt"],
         ["verify", "nope.pt", "--against", "nope.json"],
+        ["check", "nope.pt", "--device", "banana"],
+        ["convert", "nope.pt"],
+        ["retag", "nope.pt"],
+        ["rescue", "nope.pt"],
+        ["verify"],
     ],
     ids=" ".join,
 )
@@ -208,8 +216,11 @@ def test_errors_are_json_with_the_json_option(
     assert main([*arguments, "--json"]) == 2
     output = capsys.readouterr()
     document = json.loads(output.out)
-    assert document["schema"] == 1
     assert document["error"]["what"]
+    schema = DOCS / f"{arguments[0]}.schema.json"
+    validate(document, schema)
+    with pytest.raises(ValidationError):
+        validate({**document, "tensors": []}, schema)
     assert output.err.startswith("transload: ")
     assert list(tmp_path.iterdir()) == []
 

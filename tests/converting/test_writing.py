@@ -17,6 +17,7 @@ from zlib import crc32
 
 import pytest
 import torch
+from tests.each import each
 
 import transload
 from transload.converting import convert
@@ -24,6 +25,7 @@ from transload.errors import (
     CannotWriteError,
     ConvertError,
     FullDiskError,
+    NoDirectoryError,
     OverflowRefusedError,
     TransloadError,
     UsageError,
@@ -483,52 +485,24 @@ def one_number(number: float) -> bytes:
     return len(text).to_bytes(8, "little") + text + pack("<f", number)
 
 
-@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a.npz", "raw/", "link/a.npz"])
-def test_missing_directories_are_created_only_on_success(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
-    target = f"{tmp_path}/new/{name}" if name.startswith("link") else f"{tmp_path}/new/one/two/{name}"
-    before = sorted(tmp_path.rglob("*"))
+@each("target", ["one/two/a.safetensors", "one/a.pt", "one/a.npz", "one/raw/", "link.npz", "one"])
+def test_missing_directory_is_not_created(tmp_path: Path, target: str) -> None:
+    (tmp_path / "link.npz").symlink_to(tmp_path / "one" / "a.npz")
+    with pytest.raises(NoDirectoryError, match="its directory does not exist") as caught:
+        convert(STATE, f"{tmp_path}/{target}{'/' * (target == 'one')}", to="safetensors" * (target == "one"))
+    missing = tmp_path / ("one/two" if "two" in target else "one")
+    assert f"$ mkdir -p {missing}" in caught.value.fix
+    assert files(tmp_path) == {"link.npz"}
+
+
+@each("name", ["a.safetensors", "a.pt", "a.npz", "raw/"])
+def test_failed_conversion_leaves_nothing_behind(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OverflowRefusedError):
-        convert(one_number(1e30), target, dtype="float16")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", raise_disk_full)
-        with pytest.raises(FullDiskError):
-            convert(STATE, target)
-    assert sorted(tmp_path.rglob("*")) == before  # no new files or directories
-    assert all(Path(file).exists() for file in convert(STATE, target).files)
-
-
-def test_missing_directory_is_created_for_shards(tmp_path: Path) -> None:
-    result = convert(STATE, tmp_path / "out" / "model.safetensors", max_shard_size=200)
-    assert len(result.files) > 2
-    assert files(tmp_path / "out") == {Path(file).name for file in result.files}
-    convert(STATE, f"{tmp_path}/other/", to="safetensors")
-    assert files(tmp_path / "other") == {"model.safetensors"}
-
-
-def test_created_directory_is_kept_if_another_process_uses_it(tmp_path: Path) -> None:
-    def fail(done: int, _: int) -> None:
-        if done:
-            (tmp_path / "a" / "theirs").write_bytes(b"")
-            raise RuntimeError("over")
-
-    with pytest.raises(RuntimeError, match="over"):
-        convert(STATE, tmp_path / "a" / "b" / "c.pt", progress=fail)
-    assert files(tmp_path / "a") == {"theirs"}
-
-
-def test_directory_created_concurrently_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose_the_race(path: str) -> None:
-        monkeypatch.undo()
-        Path(path).mkdir(parents=True)
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-
-    monkeypatch.setattr(os, "mkdir", lose_the_race)
-    convert(STATE, tmp_path / "a" / "b" / "c.pt")
-    assert files(tmp_path / "a" / "b") == {"c.pt"}
+        convert(one_number(1e30), f"{tmp_path}/{name}", dtype="float16")
+    monkeypatch.setattr(os, "fsync", raise_disk_full)
+    with pytest.raises(FullDiskError):
+        convert(STATE, f"{tmp_path}/{name}")
+    assert files(tmp_path) == set()
 
 
 def test_empty_bundle_has_no_paths() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.rescuing.makers import ROOT
 
-from transload import UsageError, rescue
+from transload import NoDirectoryError, UsageError, rescue
 
 STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()
 
@@ -59,12 +59,11 @@ def test_directory_at_the_path_of_the_report_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["new.pt.rescue.json"]
 
 
-def test_missing_directories_are_created_only_on_success(tmp_path: Path) -> None:
-    assert rescue(STATE, tmp_path / "a" / "b" / "new.pt").exit_code == 0
-    assert (tmp_path / "a" / "b" / "new.pt").read_bytes() == STATE
-    with pytest.raises(UsageError, match="rescue does not change the format"):
-        rescue(STATE, tmp_path / "c" / "new.safetensors")
-    assert not (tmp_path / "c").exists()
+def test_missing_directory_is_not_created(tmp_path: Path) -> None:
+    with pytest.raises(NoDirectoryError, match="its directory does not exist") as caught:
+        rescue(STATE, tmp_path / "a b" / "new.pt")
+    assert f"$ mkdir -p '{tmp_path}/a b'" in caught.value.fix
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_ends_at_the_file_size(tmp_path: Path) -> None:

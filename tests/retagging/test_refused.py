@@ -437,7 +437,7 @@ def test_invalid_copy_targets_are_refused(path: Path, tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_bytes(b"precious")
     assert "already" in refused(path, out=tmp_path / "other.pt").what
     assert "itself" in refused(path, out=path).what
-    assert "folder does not exist" in refused(path, out=tmp_path / "absent" / "copy.pt").what
+    assert "its directory does not exist" in refused(path, out=tmp_path / "absent" / "copy.pt").what
     (tmp_path / "dangling.pt").symlink_to(tmp_path / "nowhere")
     assert "already" in refused(path, out=tmp_path / "dangling.pt").what
     assert "no undo" in refused(path, out=tmp_path / "copy.pt", keep_undo=True).what

@@ -36,7 +36,7 @@ from transload.machine import Machine, Python
 from transload.nodes import Global
 from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
-from transload.render.words import plural, printable, size
+from transload.render.words import path_text, plural, printable, size
 
 __all__ = ["Check", "Compatibility", "check", "check_here", "is_cuda_compatible", "report", "several"]
 
@@ -563,13 +563,13 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
         loads = ("loads in part", "trust") if _left_out(each.checkpoint) else ("loads", "good")
         verdict = (loads if each.ok else ("cannot be loaded", "bad"),)
         columns = format_words(each.checkpoint), size(each.checkpoint.nbytes)
-        rows.append((printable(each.checkpoint.path), *columns, verdict, devices))
+        rows.append((path_text(each.checkpoint.path), *columns, verdict, devices))
     if results:
         titles = ("file", "format", "size", "here", "lands on")
         yield Table(rows, right=(2,), dim=(1,), titles=titles, drops=(1, 2), indent=0)
     bad = [each for each in results if not each.ok]
     for each in bad:
-        yield from heading(printable(each.checkpoint.path, None))
+        yield from heading(path_text(each.checkpoint.path, None))
         yield Prose(printable(each.refusal, None), lead=(("✗ ", "bad"),))
     problems = f"{len(bad):,} that cannot be loaded" if bad else ""
     yield from tally(total, len(results), problems, "transload check FILE says more about one" if bad else "")
@@ -595,7 +595,7 @@ def report(check: Check) -> Iterator[Block]:
         summary.append(("Python", f"{python.executable}, {python.why}", ""))
     if checkpoint.tensors or not check.cuda:
         summary.append(("CUDA", check.cuda.reason, "" if check.cuda else "bad"))
-    yield Prose(((printable(checkpoint.path, None), "strong"),))
+    yield Prose(((path_text(checkpoint.path, None), "strong"),))
     for label, words, role in summary:
         yield row(label, printable(words, None), role)
     if plan.moves:

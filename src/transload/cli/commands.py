@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from transload.cli.output import finish_retag, for_each, keywords, print_error, show, show_result, write_json
+from transload.devices import refuse_unknown
 from transload.errors import CannotReadError, TransloadError, UsageError
 from transload.findings import quoted
 
@@ -198,10 +199,12 @@ def run_check(arguments: Namespace) -> int:
     from transload.checking import check_here, report, several
     from transload.diagnose import doctor
 
+    names = [name.strip() for name in arguments.device.split(",")]
+    for name in names:
+        if name != "auto" and arguments.device != "none":
+            refuse_unknown(name, "auto, none")
+    device = None if arguments.device == "none" else names if len(names) > 1 else names[0]
     paths = expand_paths(arguments.paths)
-    device = None if arguments.device == "none" else arguments.device
-    if "," in arguments.device:
-        device = [name.strip() for name in arguments.device.split(",")]
     examine = partial(check_here, device=device, diagnosis=doctor(torch=False))
     return for_each(arguments, paths, examine, report, several)[1]
 

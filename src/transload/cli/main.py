@@ -247,18 +247,29 @@ def run_inspect(arguments: Namespace) -> int:
 
     def examine(path: str) -> Checkpoint:
         f: str | BinaryIO = path
-        if path == "-":
+        piped = path.startswith("/dev/fd/") and _is_pipe(path)  # the shell's <(command)
+        if path == "-" or piped:
             import io
 
             from transload.errors import CannotReadError
 
-            if sys.stdin is None:
+            if not piped and sys.stdin is None:
                 raise CannotReadError("standard input is closed", where=path)
 
             class Piped(io.BytesIO):
-                name = "<stdin>"
+                name = "<pipe>" if piped else "<stdin>"
 
-            f = sys.stdin.buffer if sys.stdin.seekable() else Piped(sys.stdin.buffer.read())
+            if piped:
+                with open(path, "rb") as stream:
+                    f = Piped(stream.read())
+            else:
+                f = sys.stdin.buffer if sys.stdin.seekable() else Piped(sys.stdin.buffer.read())
         return inspect(f, verify=arguments.verify)
 
     return for_each(arguments, arguments.paths, examine, report, several)[1]
+
+
+def _is_pipe(path: str) -> bool:
+    from stat import S_ISFIFO
+
+    return os.path.exists(path) and S_ISFIFO(os.stat(path).st_mode)

@@ -45,12 +45,12 @@ def write_json(documents: Iterable[dict[str, Any]], *, several: bool = False) ->
 def print_error(error: TransloadError) -> None:
     """Print one of our errors to stderr: where and what, and below it what to do, with commands indented."""
     from transload.render.lines import Prose, emit, style_of
-    from transload.render.words import printable
+    from transload.render.words import path_text, printable
 
     if sys.stderr is None:
         return
     piped = not style_of(sys.stderr).cut  # then the lines stay whole, for programs that search them
-    where = f"{printable(error.where, None)}: " if error.where else ""
+    where = f"{path_text(error.where, None)}: " if error.where else ""
     blocks = [Prose(f"transload: {where}{printable(error.what, None)}", whole=piped)]
     for line in error.fix.split("\n") if error.fix else ():
         command = line.startswith("$ ")
@@ -71,10 +71,10 @@ def finish_retag(path: str) -> None:
 
     if has_journal(path):
         from transload.io.journal import recover
-        from transload.render.words import printable
+        from transload.render.words import path_text
 
         if outcome := recover(path):
-            print(f"transload: {printable(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
+            print(f"transload: {path_text(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
 
 
 def as_bug(error: Exception, where: str = "") -> TransloadError:

@@ -14,7 +14,7 @@ from transload.io.atomic import refuse_name
 from transload.io.sources import Progress, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.render.lines import Block, Prose, Table
-from transload.render.words import plural, printable, size
+from transload.render.words import path_text, plural, printable, size
 from transload.tensors.content import open_content
 from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
@@ -83,7 +83,7 @@ def parts(src: SourceLike) -> tuple[Candidate, ...]:
 
 def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:
     """What ``--list`` says."""
-    yield Prose(((printable(path, None), "strong"),))
+    yield Prose(((path_text(path, None), "strong"),))
     rows = []
     for part in parts:
         key = f"--key {printable(part.key)}" if part.key else "all of it"

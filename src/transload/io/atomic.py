@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from transload.errors import CannotWriteError, ForbiddenWriteError, FullDiskError, NoDirectoryError, UsageError
+from transload.findings import quoted
 
 try:
     import fcntl
@@ -109,6 +110,14 @@ def refuse_name(path: str) -> None:
         valid = False
     if not valid:
         raise UsageError(f"no file can have the name {path!r:.80}", fix="Choose another name.")
+
+
+def refuse_missing_directory(path: str) -> None:
+    """Refuse a path in a directory that does not exist, before anything is read for it."""
+    try:
+        os.stat(os.path.join(os.path.dirname(os.path.realpath(path)), ""))  # the slash: not of a file
+    except OSError as error:
+        raise cannot_write(error, path) from error
 
 
 def is_atomic(path: str) -> bool:
@@ -336,7 +345,7 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
     numbers.ENOSPC: (FullDiskError, "the disk is full", _ROOM),
     numbers.EDQUOT: (FullDiskError, "the quota on this disk is used up", _ROOM),
     numbers.EFBIG: (FullDiskError, "the file would be larger than this system allows", "`ulimit -f` shows the limit."),
-    numbers.ENOENT: (NoDirectoryError, "its directory does not exist", "Create the directory first."),
+    numbers.ENOENT: (NoDirectoryError, "its directory does not exist", "Check the path, or create the directory:"),
     numbers.ENOTDIR: (NoDirectoryError, "part of its path is a file, not a directory", "Check the path."),
     numbers.EACCES: (ForbiddenWriteError, "permission denied", _RIGHT),
     numbers.EPERM: (ForbiddenWriteError, "permission denied", _RIGHT),
@@ -358,5 +367,10 @@ def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWrit
         return error
     known = _REASONS.get(error.errno or 0)
     kind, what, fix = known or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
+    if error.errno == numbers.ENOENT:
+        folder = os.path.dirname(where.rstrip(os.sep))
+        if not folder or os.path.isdir(folder):  # then where is a link, or the current directory is gone
+            folder = os.path.dirname(os.path.realpath(where))
+        fix += f"\n$ mkdir -p {quoted(folder)}"
     what = f"cannot be written: {what}" + (f"; {outcome}" if outcome else "")
     return kind(what, where=where, fix=fix, errno=error.errno)

@@ -13,13 +13,13 @@ import stat
 from contextlib import suppress
 from errno import EAGAIN, EIO, ELOOP, ENXIO
 from hashlib import sha256
-from shlex import quote
 from struct import Struct
 from typing import Literal, NamedTuple
 
 from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError
+from transload.findings import quoted
 from transload.frozen import Frozen
-from transload.io.atomic import AtomicFile, cannot_write, flush_directory, try_lock, write_at
+from transload.io.atomic import AtomicFile, cannot_write, flush_directory, refuse_missing_directory, try_lock, write_at
 from transload.io.packed import Assembly, SourceRange
 from transload.io.sources import BytesSource, Source, cannot_read, has_journal, journal_path, read_at
 
@@ -161,7 +161,7 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         status = os.lstat(path)
     except (OSError, ValueError) as error:
         raise cannot_read(path, error) from None
-    copy = f"Make a copy (transload retag {quote(path)} -o COPY …)"
+    copy = f"Make a copy (transload retag {quoted(path)} -o COPY …)"
     if stat.S_ISLNK(status.st_mode):
         what = "it is a symbolic link, and its target may be shared (in a download cache, for example)"
         raise RetagError(what, where=path, fix=f"{copy}, or name the file itself: {os.path.realpath(path)}")
@@ -171,7 +171,7 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         what = f"the same file has {status.st_nlink} names (hard links), and would change under all of them"
         raise RetagError(what, where=path, fix=f"{copy}, or allow that: --hard-links (hard_links=True in Python).")
     if not status.st_mode & 0o222:
-        raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quote(path)}")
+        raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quoted(path)}")
 
 
 def refuse_written_by_others(descriptor: int, path: str) -> None:
@@ -348,12 +348,12 @@ def read_journal(path: str, descriptor: int) -> Journal | None:
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
     """The error for a file with a foreign or invalid journal; ``tried`` is whether undo was tried."""
-    remove = f"remove the journal: rm -- {quote(journal_path(path))}"
+    remove = f"remove the journal: rm -- {quoted(journal_path(path))}"
     if tried:
         what = "the journal beside it belongs to another file, or another version of transload wrote it"
         return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")
     what = "there is a journal of an interrupted retag, and the file has been replaced or copied since"
-    undo = f"If the retag of this file was interrupted, transload retag {quote(path)} --undo restores it"
+    undo = f"If the retag of this file was interrupted, transload retag {quoted(path)} --undo restores it"
     return RetagError(what, where=path, fix=f"{undo}; if it is as it should be, {remove}")
 
 
@@ -392,9 +392,7 @@ def refuse_target(path: str, out: str) -> None:
             raise UsageError("the copy would be the file itself", where=out, fix="To change it in place, name no copy.")
     if os.path.lexists(out):
         raise UsageError("the file already exists", where=out, fix="Remove it, or choose another name.")
-    folder = os.path.dirname(out)
-    if not os.path.isdir(folder or os.curdir):
-        raise UsageError("the folder does not exist", where=folder)
+    refuse_missing_directory(out)
 
 
 def copy_changed(source: int, out: str, changes: Changes, seen: os.stat_result) -> str:

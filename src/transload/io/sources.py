@@ -280,6 +280,9 @@ def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
     reason, fix = getattr(error, "strerror", None) or str(error), ""
     if isinstance(error, FileNotFoundError):
         fix = "Check the spelling and the current directory."
+        if os.path.islink(name):  # as in a Hugging Face cache, part of which was removed
+            reason = f"a link to {os.readlink(name)}, which does not exist"
+            fix = "Get that file again, or correct the link."
         if name == "-":
             fix = "Name a file: only transload inspect reads a checkpoint from standard input."
     elif isinstance(error, PermissionError):

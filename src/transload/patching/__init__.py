@@ -76,12 +76,9 @@ def checked(device: object) -> str:
     name = str(device)
     if name in ("auto", "spread"):
         return name
-    from transload.devices import KINDS, split
-    from transload.errors import UsageError
+    from transload.devices import refuse_unknown
 
-    kind, index = split(name)
-    if kind not in KINDS or (index is None and name != kind):
-        raise UsageError(f"{name!r} is not a device", fix="Use auto, spread, or a name such as cpu, cuda:0 or mps.")
+    refuse_unknown(name, "auto, spread")
     if "torch" in sys.modules:  # else _patch_torch does this
         devices.refuse_missing(name)
     return name

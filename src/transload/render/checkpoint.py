@@ -13,7 +13,7 @@ from transload.findings import SEVERITIES, Finding, join_names
 from transload.frozen import NamedTuple
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, command, heading, note, tally
-from transload.render.words import count, cut, plural, printable, shape_text, size
+from transload.render.words import count, cut, path_text, plural, printable, shape_text, size
 
 # Verdict → (role, reason). The verdict itself is shown as in the JSON and the manual, so that it can be searched for.
 SAFETY: dict[str, tuple[str, str]] = {
@@ -70,7 +70,7 @@ def report(
     checkpoint: Contents, *, tensors: bool = False, names: bool = False, structure: bool = False
 ) -> Iterator[Block]:
     """Everything ``transload inspect`` says about one file. Requested lists replace the folded tree."""
-    yield Prose(((printable(checkpoint.path, None), "strong"),))
+    yield Prose(((path_text(checkpoint.path, None), "strong"),))
     for label, words in summary(checkpoint).items():
         yield Prose(words, lead=((f"  {label:<{_LABEL}}", "dim"),))
     for finding in findings(checkpoint.findings):
@@ -104,14 +104,14 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
         devices = join_names([printable(use.device, 24) for use in each.devices], 2)
         columns = count(len(each.tensors)), size(each.nbytes), devices
         verdicts = (each.safety, SAFETY[each.safety][0]), (each.integrity, INTEGRITY[each.integrity][0])
-        rows.append((printable(each.path), format_words(each), *columns, *((verdict,) for verdict in verdicts)))
+        rows.append((path_text(each.path), format_words(each), *columns, *((verdict,) for verdict in verdicts)))
     if seen:
         titles = ("file", "format", "tensors", "size", "devices", "safety", "integrity")
         yield Table(rows, right=(2, 3), dim=(1, 4), titles=titles, drops=(4, 1, 2), indent=0)
     bad = [checkpoint for checkpoint in seen if not checkpoint.ok]
     for checkpoint in bad:
         if checkpoint.findings:
-            yield from heading(printable(checkpoint.path, None))
+            yield from heading(path_text(checkpoint.path, None))
             for finding in findings(checkpoint.findings):
                 yield from finding
     yield from tally(total, len(seen), f"{len(bad):,} with a problem" if bad else "")
@@ -196,7 +196,7 @@ def _listed(items: Iterable[Line], more: int = 0) -> Line:
 
 def summary_lines(checkpoint: Contents) -> list[str]:
     """The ``repr()``: at most ten lines of plain text, without colours or characters that a terminal may lack."""
-    lines = [f"<Checkpoint {printable(checkpoint.path)!s}>"]
+    lines = [f"<Checkpoint {path_text(checkpoint.path)!s}>"]
     for label, words in summary(checkpoint).items():
         text = "".join(text for text, _ in words).replace(_DOT, "; ").replace("…", "...").replace(GLUE, " ")
         lines.append(f"  {label:<{_LABEL}}{text}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -44,22 +45,36 @@ def error_to_dict(path: str, error: TransloadError) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """Strict JSON; what JSON cannot represent becomes a string. ``ensure_ascii`` escapes lone surrogates."""
+    """Strict JSON; what JSON cannot represent becomes a string."""
     try:
-        return json.dumps(value, ensure_ascii=True, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=True, allow_nan=False)
     except (ValueError, TypeError):
-        return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False)
+        text = "\\ud"
+    # A surrogate: half of a pair, or one that stands for a byte of a name that is not UTF-8, which few parsers accept.
+    return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False) if "\\ud" in text else text
 
 
 def _plain(value: object) -> object:
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {_whole(str(key)): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    if value is None or isinstance(value, str | bool):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return _whole(value)
     if isinstance(value, int):
         return value if value.bit_length() <= _SAFE_BITS else hex(value)
     if isinstance(value, float):
         return value if abs(value) < float("inf") else repr(value)
     return str(value)
+
+
+def _whole(text: str) -> str:
+    r"""``text`` with ``\xff`` for the byte that a lone surrogate stands for, or else its escape.
+
+    >>> _whole("\udcff.pt"), _whole("\ud800"), _whole("é")
+    ('\\xff.pt', '\\ud800', 'é')
+    """
+    escaped = text.encode("utf-8", "backslashreplace").decode()
+    return re.sub(r"\\udc([89a-f][0-9a-f])", r"\\x\1", escaped) if escaped != text else text

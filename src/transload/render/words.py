@@ -45,6 +45,19 @@ def printable(text: str, limit: int | None = LIMIT) -> str:
     return text if limit is None else cut(text, limit)
 
 
+def path_text(path: str, limit: int | None = LIMIT) -> str:
+    r"""A path as ``printable`` shows it, or as a shell reads it if its bytes are not UTF-8.
+
+    >>> path_text("my model.pt"), path_text("\udcff.pt")
+    ('my model.pt', "$'\\xff.pt'")
+    """
+    if not path.isascii() and any("\udc80" <= char <= "\udcff" for char in path):
+        from transload.findings import quoted
+
+        path = quoted(path)
+    return printable(path, limit)
+
+
 def cut(text: str, limit: int) -> str:
     """At most ``limit`` characters: the start and the end, which say most about a name, with ``…`` between."""
     if len(text) <= limit:

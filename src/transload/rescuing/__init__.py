@@ -33,7 +33,7 @@ from transload.formats.plain_pickle import holds_tensors
 from transload.formats.safetensors import FIELDS, PREFIX
 from transload.formats.tensors import Locate, StorageTable, Tree, declared_storages, find_tensors
 from transload.frozen import Frozen, NamedTuple, Reported, replace
-from transload.io.atomic import AtomicFile, refuse_name
+from transload.io.atomic import AtomicFile, refuse_missing_directory, refuse_name
 from transload.io.packed import Assembly, SourceRange
 from transload.io.pool import progress_counter
 from transload.io.sources import Progress, Source, SourceLike, open_source
@@ -41,7 +41,7 @@ from transload.judge import inspect, judge
 from transload.judge.problems import SETS, rule_of
 from transload.nodes import REBUILDS, Call, Dict, called, walk_nodes
 from transload.render.lines import Block, Prose, Table, as_text, row
-from transload.render.words import plural, printable, size
+from transload.render.words import path_text, plural, printable, size
 from transload.rescuing.archive import (
     METADATA,
     ArchiveRecord,
@@ -195,6 +195,7 @@ def rescue(
         raise UsageError("no output file is named", fix="Name one, or pass dry_run=True to see the plan.")
     if target:
         refuse_name(target)
+        refuse_missing_directory(target)
     if os.path.isdir(target):
         raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
     existing = [each for each in (target, f"{target}.rescue.json") if target and os.path.lexists(each)]
@@ -305,7 +306,7 @@ def _rescue_file(
         result = Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", recovered.notes, tuple(warnings))
         if result.done and out is not None:
             report_progress = progress_counter(progress, out.size, "writing")
-            with Bundle(overwrite=True) as bundle:  # which also makes the directories that do not exist
+            with Bundle(overwrite=True) as bundle:
                 sink = bundle.add(target)
                 for start in range(0, out.size, _PIECE):
                     count = min(_PIECE, out.size - start)
@@ -870,7 +871,7 @@ _CERTAINTY = {"proven": "good", "probable": "trust", "ambiguous": "bad"}
 
 def report(rescue: Rescue) -> Iterator[Block]:
     """Everything ``transload rescue`` prints."""
-    yield Prose(((printable(rescue.path, None), "strong"),))
+    yield Prose(((path_text(rescue.path, None), "strong"),))
     for note in rescue.notes:
         yield row("found", printable(note, None))
     yield row("whole", _counted(rescue.whole), "good" if rescue.whole else "")
@@ -901,8 +902,8 @@ def report(rescue: Rescue) -> Iterator[Block]:
     else:
         yield row("written" if rescue.done else "would write", words, "" if rescue.done else "trust")
     if rescue.done:
-        yield row("", printable(rescue.out, None))
-        yield row("report", printable(rescue.report, None))
+        yield row("", path_text(rescue.out, None))
+        yield row("report", path_text(rescue.report, None))
     for warning in rescue.warnings:
         yield Prose(((printable(warning, None), ""),), lead=(("! ", "trust"),))
 

@@ -32,7 +32,7 @@ from transload.judge import inspect, judge
 from transload.judge.problems import command_lines
 from transload.nodes import Pickle
 from transload.render.lines import Block, Prose, Table, Words, as_text, heading, row
-from transload.render.words import plural, printable, size
+from transload.render.words import path_text, plural, printable, size
 from transload.retagging.tags import edits_inside, same_but_tags, spliced, tag_edits, tag_of
 
 __all__ = ["Retag", "report", "retag", "several", "undo"]
@@ -457,7 +457,7 @@ _RECOVERED = {
 
 def report(retag: Retag) -> Iterator[Block]:
     """Everything ``transload retag`` says."""
-    yield Prose(((printable(retag.out or retag.path, None), "strong"),))
+    yield Prose(((path_text(retag.out or retag.path, None), "strong"),))
     if retag.recovered:
         yield row("before", _RECOVERED[retag.recovered], "trust")
     rows: list[tuple[Words, ...]] = []
@@ -476,7 +476,7 @@ def report(retag: Retag) -> Iterator[Block]:
             words += f", the file is {size(abs(retag.grown))} {'longer' if retag.grown > 0 else 'shorter'}"
     yield row("written" if retag.done else "would write", words, "" if retag.done else "trust")
     if retag.out:
-        yield row("copy of", printable(retag.path, None) + (f", {retag.how}" if retag.how else ""))
+        yield row("copy of", path_text(retag.path, None) + (f", {retag.how}" if retag.how else ""))
     if retag.undo and retag.done:
         yield row("undo", "transload retag FILE --undo undoes it")
     for warning in retag.warnings:
@@ -491,7 +491,7 @@ def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
         more = f" and {len(tags) - 3} more" if len(tags) > 3 else ""
         words = ", ".join(map(printable, tags[:3])) + more or _METHODS[each.method]
         written = size(each.written) if each.done else f"would be {size(each.written)}"
-        rows.append((printable(each.path), ((words, "" if tags else "dim"),), written))
+        rows.append((path_text(each.path), ((words, "" if tags else "dim"),), written))
     if results:
         yield Table(rows, right=(2,), titles=("file", "tags", "written"), indent=0)
     failed = f", {total - len(results):,} not retagged" if len(results) < total else ""

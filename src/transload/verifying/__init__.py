@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
-from shlex import quote
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from transload.formats.safetensors import header_metadata
 from transload.formats.verify import Lost, mismatch, new_problems
 from transload.frozen import Frozen, Reported
 from transload.io import pool
-from transload.io.atomic import AtomicFile
+from transload.io.atomic import AtomicFile, refuse_missing_directory
 from transload.io.checksums import fastest_crc32
 from transload.io.sources import FileSource, Progress, SourceLike
 from transload.judge import integrity_of, judge
@@ -38,7 +37,7 @@ from transload.judge.problems import RESCUED, rule_of
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.render.checkpoint import INTEGRITY, findings
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
-from transload.render.words import count, plural, printable, size
+from transload.render.words import count, path_text, plural, printable, size
 from transload.tensors.content import Allowance, Content, FileRange, open_content
 from transload.tensors.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
 
@@ -525,9 +524,8 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
         except TransloadError:
             what = "it is not a manifest, and --force replaces only manifests"
             raise ManifestError(what, where=path, fix="Name another file.") from None
+    refuse_missing_directory(path)
     folder = os.path.dirname(os.path.realpath(path))
-    if not os.path.isdir(folder):
-        raise ManifestError("there is no such directory", where=folder, fix=f"mkdir -p {quote(folder)}")
     if not os.access(folder, os.W_OK):
         raise ManifestError("this directory is not writable", where=folder, fix="Name another place.")
 
@@ -619,7 +617,7 @@ _UNSUMMED = "none in this format, so a changed bit cannot be detected; --write k
 
 def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
     """Everything ``transload verify`` says about one file."""
-    yield Prose(((printable(verification.path, None), "strong"),))
+    yield Prose(((path_text(verification.path, None), "strong"),))
     role, reason = INTEGRITY[verification.integrity]
     yield row("bytes", f"{verification.integrity}: {reason}", role)
     words = printable(FORMATS.get(verification.format, verification.format))
@@ -636,7 +634,7 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
         for damage in verification.damaged:
             yield Prose(((printable(damage.detail, 400), "dim"),), lead=((f"  {_named(damage.name)}  ", "bad"),))
     if verification.differences:
-        yield from heading("differs", f"from {printable(verification.manifest)}")
+        yield from heading("differs", f"from {path_text(verification.manifest)}")
         for each in verification.differences:
             lead = ((f"  {each.what}  ", "bad"), (f"{_named(each.name)}  ", ""))
             yield Prose(((_HASH.sub(r"\1…", printable(each.detail, 200)), "dim"),), lead=lead)
@@ -698,12 +696,12 @@ def _summary(verification: Verification) -> Iterator[Block]:
         yield row("values", words, "trust" if odd else "")
     if verification.manifest:
         outcome = "all tensors match it" if not verification.differences else "not all tensors match it"
-        yield row("manifest", f"{printable(verification.manifest, None)}: {outcome}", "" if verification.ok else "bad")
+        yield row("manifest", f"{path_text(verification.manifest, None)}: {outcome}", "" if verification.ok else "bad")
 
 
 def written(path: str, tensors: int) -> Block:
     """The line that says that a manifest was written."""
-    return row("written", f"{printable(path, None)}: the hashes of {plural(tensors, 'tensor')}, for --against")
+    return row("written", f"{path_text(path, None)}: the hashes of {plural(tensors, 'tensor')}, for --against")
 
 
 def _named(name: str) -> str:
@@ -718,14 +716,14 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
         role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
         columns = printable(FORMATS.get(each.format, each.format)), count(each.tensor_count), size(each.nbytes)
         checksums: Words = count(each.checksums) if each.checksums else (("none", "dim"),)
-        rows.append((printable(each.path), *columns, checksums, ((verdict, role),)))
+        rows.append((path_text(each.path), *columns, checksums, ((verdict, role),)))
     if results:
         titles = ("file", "format", "tensors", "size", "checksums", "bytes")
         yield Table(rows, right=(2, 3, 4), dim=(1,), titles=titles, drops=(1, 2), indent=0)
     for each in results:
         lists = list(_details(each, hashes=hashes))
         if lists:
-            yield from heading(printable(each.path, None), each.sha256)
+            yield from heading(path_text(each.path, None), each.sha256)
             yield from lists
     bad = sum(not each.ok for each in results)
     yield from tally(total, len(results), f"{bad:,} with a problem" if bad else "")

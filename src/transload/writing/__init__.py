@@ -25,11 +25,11 @@ from transload.formats.safetensors import MAX_HEADER, read_safetensors
 from transload.formats.zip import read_index
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_archive, write_checkpoint
 from transload.frozen import Frozen, Reported
-from transload.io.atomic import remove_leftovers
+from transload.io.atomic import refuse_missing_directory, remove_leftovers
 from transload.io.pool import progress_counter
 from transload.io.sources import FileSource, Progress, SourceLike
 from transload.render.lines import Block, Prose, as_text, row
-from transload.render.words import plural, printable, size
+from transload.render.words import path_text, plural, printable, size
 from transload.tensors.content import Content
 from transload.writing.objects import Leftovers, Omission
 from transload.writing.output import (
@@ -66,6 +66,7 @@ def write_content(
     If this raises, nothing is left behind.
     """
     start = time.monotonic()
+    refuse_missing_directory(dst)
     leftovers_path = f"{dst.rstrip('/' + os.sep)}.leftovers.json"
     refuse_existing(leftovers_path, overwrite=overwrite)
     if os.path.lexists(leftovers_path) and not begins_with(leftovers_path, _LEFTOVERS_START):
@@ -198,7 +199,7 @@ _FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "r
 
 def report(conversion: Conversion) -> Iterator[Block]:
     """Everything ``transload convert`` says."""
-    yield Prose(((printable(conversion.out, None), "strong"),))
+    yield Prose(((path_text(conversion.out, None), "strong"),))
     shards = sum(name.endswith(".safetensors") for name in conversion.files)
     files = f", {plural(shards, 'shard')} and an index" if shards > 1 else ""
     nbytes, seconds = conversion.nbytes, conversion.seconds

@@ -84,7 +84,7 @@ def _unlink(paths: Iterable[str]) -> None:
 class Bundle:
     """Files that are being written: on exit all of them appear, or none if there was an error.
 
-    Missing directories are created. ``sources`` are the identities of the files that are read: none is ever replaced.
+    ``sources`` are the identities of the files that are read: none is ever replaced.
     """
 
     def __init__(self, *, overwrite: bool, sources: set[tuple[int, int]] | None = None) -> None:
@@ -93,7 +93,6 @@ class Bundle:
         self._files: list[AtomicFile | Folder] = []
         self._index = ""
         self._removed: list[str] = []
-        self._directories: list[str] = []  # those created for the files, outermost first
 
     def __enter__(self) -> Any:  # typing.Self is newer than Python 3.10
         return self
@@ -104,7 +103,6 @@ class Bundle:
             return
         for file in self._files:
             file.discard()
-        self._remove_directories()
         if isinstance(error, OSError) and not isinstance(error, TransloadError):
             raise cannot_write(error, self._files[-1].path if self._files else "") from error
 
@@ -115,7 +113,6 @@ class Bundle:
         """
         refuse_existing(path, overwrite=self._overwrite)
         self._refuse_source(path, path)
-        self._make_directories(path)
         self._files.append(file := AtomicFile(path))
         self._index = path if is_index else self._index
         return file
@@ -124,32 +121,8 @@ class Bundle:
         """Start a directory."""
         for name in os.listdir(path) if os.path.isdir(path) else ():
             self._refuse_source(os.path.join(path, name), path)
-        self._make_directories(path.rstrip("/" + os.sep) or path)
         self._files.append(folder := Folder(path, overwrite=self._overwrite))
         return folder
-
-    def _make_directories(self, path: str) -> None:
-        """Create the missing parent directories of a file."""
-        missing: list[str] = []
-        folder = os.path.dirname(os.path.realpath(path))
-        while not os.path.lexists(folder):
-            missing.append(folder)
-            folder = os.path.dirname(folder)
-        try:
-            for each in reversed(missing):
-                os.mkdir(each)
-                self._directories.append(each)
-                atomic.flush_directory(os.path.dirname(each))
-        except FileExistsError:  # another conversion created it meanwhile
-            self._make_directories(path)
-        except OSError as error:
-            raise cannot_write(error, path) from error
-
-    def _remove_directories(self) -> None:
-        """Remove the directories that were created, unless somebody else has put something into them."""
-        with suppress(OSError):
-            for each in reversed(self._directories):
-                os.rmdir(each)
 
     def remove(self, path: str) -> None:
         """Remove a file once the others are in place: they replace it under other names."""
@@ -185,7 +158,6 @@ class Bundle:
             for file in self._files[done + committing :]:  # the one that failed discarded itself
                 file.discard()
             _unlink(path for path in self.paths[:done] if path not in existing)
-            self._remove_directories()
             if old is not None:
                 with suppress(OSError):
                     old.restore(touched=done > 0)

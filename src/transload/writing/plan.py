@@ -39,6 +39,8 @@ _FORMATS: dict[str, tuple[str, ...]] = {  # with the suffixes of their file name
     "npz": (".npz",),
     "raw": ("/", os.sep),
 }
+_UNWRITTEN = {"gguf": "GGUF", "h5": "HDF5", "npy": "npy", "onnx": "ONNX", "pt2": "torch.export"}
+"""Other formats that a name may ask for."""
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "float": "float32"}
 _SHORT.update({"f64": "float64", "f32": "float32", "f16": "float16", "fp64": "float64", "double": "float64"})
@@ -64,12 +66,14 @@ def format_of(dst: str, to: str = "") -> str:
     >>> format_of("model.safetensors"), format_of("out/"), format_of("x", "npz")
     ('safetensors', 'raw', 'npz')
     """
-    if to:
-        if to not in _FORMATS:
-            raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(_FORMATS)}.")
+    if to in _FORMATS:
         return to
-    if named := _named_format(dst):
+    if not to and (named := _named_format(dst)):
         return named
+    if name := _UNWRITTEN.get((to or os.path.splitext(dst)[1].removeprefix(".")).lower()):
+        raise UsageError(f"{name} cannot be written", where=dst, fix=f"Choose one of {', '.join(_FORMATS)}.")
+    if to:
+        raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(_FORMATS)}.")
     fix = "End its name in .safetensors, .pt, .npz or a slash, or add --to torch|safetensors|npz|raw."
     raise UsageError("the name of the target does not say which format to write", where=dst, fix=fix)
 
