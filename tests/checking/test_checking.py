@@ -25,6 +25,7 @@ from tests.diagnose.machines import (
     without_gpu,
 )
 from tests.each import each, for_each, parametrize_groups
+from tests.release import needs_torch
 from tests.schema import validate
 
 from transload.checking import Check, check, several
@@ -107,6 +108,18 @@ BODIES = {
 def test_load_does_what_check_predicts_for_a_forged_file(title: str, tmp_path: Path, this_machine: Machine) -> None:
     path = saved(tmp_path, BODIES[title])
     assert valid(check(path, machine=this_machine)).ok == loads(path)
+
+
+@needs_torch(2, 6)
+def test_load_does_what_check_predicts_for_a_nested_tensor(tmp_path: Path, this_machine: Machine) -> None:
+    for layout in (torch.jagged, torch.strided):
+        torch.save(
+            {"n": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)}, tmp_path / "n.pt"
+        )
+        result = valid(check(tmp_path / "n.pt", machine=this_machine))
+        assert result.ok == loads(tmp_path / "n.pt"), result.refusal
+        newest = check(tmp_path / "n.pt", machine=with_facts(SERVER, torch__installs=(install("2.15.0", "13.0"),)))
+        assert newest.ok == (layout is torch.strided)
 
 
 def test_dangerous_file_beside_the_shards_is_reported_but_not_loaded(tmp_path: Path, this_machine: Machine) -> None:

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save as safetensors_of
 from tests import forge, forks
 from tests.each import for_each
-from tests.release import RELEASE
+from tests.release import RELEASE, needs_torch
 
 import transload
 from transload.checking.torch_says import InstalledTorch, Prediction, torch_says
@@ -276,6 +276,35 @@ def test_recorded_messages_cover_the_gpu_fixtures() -> None:
     names = {recorded.name for recorded in recorded_on_gpu()}
     assert {"state_dict_cuda0.pt", "state_dict_cuda1.pt", "whole_module_cuda0.pt", "aoti_cuda0.pt2"} <= names
     assert len(names) >= 10
+
+
+def test_prediction_for_a_compressed_joblib_file(tmp_path: Path) -> None:
+    joblib = pytest.importorskip("joblib")
+    paths = [tmp_path / f"{kind}.joblib" for kind in ("zlib", "gzip", "bz2", "lzma", "xz")]
+    for path in paths:
+        joblib.dump({"a": [1.0]}, path, compress=(path.stem, 3))
+    actual = torch_outcomes(paths)
+    known = {path: RELEASE >= (2, 6) and path.stem != "lzma" for path in paths}  # it begins with an opcode
+    for_each(paths, lambda path: check_prediction(path, actual[str(path)], exact=known[path]))
+
+
+@needs_torch(2, 6)
+def test_nested_tensors_are_refused_from_2_15_on(tmp_path: Path) -> None:
+    rows = [torch.ones(2, 3), torch.ones(4, 3)]
+    paths = {kind: tmp_path / f"{kind}.pt" for kind in ("jagged", "strided")}
+    for kind, path in paths.items():
+        torch.save({"n": torch.nested.nested_tensor(rows, layout=getattr(torch, kind))}, path)
+    actual = torch_outcomes([*paths.values()])
+    known = RELEASE == (2, 13) or RELEASE >= (2, 15)
+    for_each([*paths.values()], lambda path: check_prediction(path, actual[str(path)], exact=known))
+    for kind, name in (
+        ("jagged", "nested._internal.nested_tensor._rebuild_njt"),
+        ("strided", "_utils._rebuild_nested_tensor"),
+    ):
+        prediction = predict(paths[kind], InstalledTorch("2.15.0+cpu"))
+        assert (prediction.outcome, prediction.exact) == ("raises", True)
+        assert f"GLOBAL torch.{name} was not an allowed" in prediction.text
+    assert predict(paths["strided"], InstalledTorch("2.13.0+cpu")).outcome == "loads"
 
 
 # -- other releases and settings --------------------------------------------------------------------------------------

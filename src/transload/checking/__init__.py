@@ -29,7 +29,8 @@ from transload.frozen import Frozen, Plain, Reported, replace
 from transload.judge import inspect, judge
 from transload.judge.names import PLAIN_VALUES
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
-from transload.judge.safety import judge_pickles
+from transload.judge.safety import judge_pickles, safe_globals_lines
+from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_blocks
 from transload.loading.refusal import Allowed, loaded_pickles, plain_part, refuse_program, registrar
 from transload.machine import Machine, Python
@@ -446,10 +447,14 @@ _PROJECT = (
 
 
 class _TorchDefault(Allowed):
-    """The names that torch allows, without importing torch; includes those its submodules allow when imported."""
+    """The names that a torch allows, without importing it; includes those its submodules allow when imported."""
+
+    def __init__(self, release: tuple[int, ...]) -> None:
+        self.without_nested = release >= NESTED_REFUSED
 
     def user(self, node: Global) -> Any:
-        return registrar(node.full_name) or None
+        refused = self.without_nested and node.full_name in NESTED
+        return None if refused else registrar(node.full_name) or None
 
 
 def _findings(result: Check) -> Iterator[Finding]:
@@ -457,9 +462,10 @@ def _findings(result: Check) -> Iterator[Finding]:
     checkpoint, machine, devices = result.checkpoint, result.diagnosis.machine, result.devices
     torch, cause = machine.torch, result.diagnosis.cause
     first = torch.first
+    release = numbers_of(first.version)[:2] if first else ()
     broken = checkpoint.integrity not in ("whole", "unchecked")
     if broken:
-        yield from _of_file(checkpoint, devices)
+        yield from _of_file(checkpoint, devices, release)
     try:
         refuse_program(checkpoint, trusted=False)
     except LoadError as error:
@@ -468,11 +474,11 @@ def _findings(result: Check) -> Iterator[Finding]:
     if (first is None or torch.shadow) and isinstance(torch.installs, tuple) and cause is not None:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)
-    release = numbers_of(first.version)[:2] if first else ()
     dtypes = {storage.dtype for storage in checkpoint.storages} | {tensor.dtype for tensor in checkpoint.tensors}
     unknown = [name for name, last in _WITHOUT.items() if release and release <= last and name in dtypes]
-    if unknown and first:
+    if first and (unknown or (release < NESTED_REFUSED and needs_nested_of_2_15(checkpoint))):
         title = f"it holds {', '.join(unknown)}, which torch {first.version} does not have"
+        title = title if unknown else f"torch {first.version} cannot rebuild a jagged tensor that torch 2.15 saved"
         yield Finding("torch-too-old", "error", title, (), ("Install a newer torch.",))
     if result.plan.refused:
         yield Finding("no-such-device", "error", result.plan.refused, (), result.plan.fix)
@@ -480,7 +486,7 @@ def _findings(result: Check) -> Iterator[Finding]:
         fix = tuple(f"Instead: {words}." for words in short.instead)
         yield Finding("too-little-memory", "error", str(short), (), fix)
     if not broken:
-        yield from _of_file(checkpoint, devices)
+        yield from _of_file(checkpoint, devices, release)
     for package in result.packages if checkpoint.safety != "dangerous" else ():  # nobody should install its packages
         names = f"for {join_names(package.names, _SHOWN)}"
         if package.missing and package.name == "safetensors":
@@ -518,11 +524,16 @@ def _findings(result: Check) -> Iterator[Finding]:
         yield Finding("saved-elsewhere", "note", "it was saved with other versions or hardware", tuple(evidence))
 
 
-def _of_file(checkpoint: Checkpoint, devices: Devices) -> Iterator[Finding]:
+def _of_file(checkpoint: Checkpoint, devices: Devices, release: tuple[int, ...]) -> Iterator[Finding]:
     """The findings about the file itself, with severities for this machine."""
     # Whether load refuses names in it that no program has allowed, or arrays of anything but numbers and strings.
     pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
-    refused = bool(_TorchDefault().refused(pickles)) or not are_plain(pickles)
+    refused = bool(_TorchDefault(release).refused(pickles)) or not are_plain(pickles)
+    if refused and not any(finding.code == "needs-trust" for finding in checkpoint.findings):
+        nested = [use for use in checkpoint.globals if use.full_name in NESTED]
+        title = "torch refuses nested tensors from 2.15 on unless you allow them"
+        names = tuple(f"{use.full_name}: {use.purpose}" for use in nested)
+        yield Finding("needs-trust", "error", title, names, safe_globals_lines(nested, load="transload.load"))
     # Only other files of a directory or other records of an archive may be dangerous, which load does not read.
     apart = checkpoint.safety == "dangerous" and checkpoint.format not in PROGRAMS
     apart = apart and judge_pickles(pickles).safety != "dangerous"

@@ -24,6 +24,7 @@ from transload.formats.rare_opcodes import REFUSED, WEIGHTS_ONLY
 from transload.frozen import Frozen, Plain, replace
 from transload.io.sources import open_source
 from transload.judge.names import TORCH_DEFAULT, tables, torch_spelling
+from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.nodes import Pickle, short
 
 Version = tuple[int, ...]
@@ -152,9 +153,9 @@ class _Predictor:
             return self.raises("RuntimeError", text) if opens else self.unknown()
         if kind == "torch-tar":
             return self.raises("RuntimeError", self.words("tar")) if strict else self.unknown()
-        if kind in ("torch-zip", "torch-legacy", "pickle"):
+        if kind in ("torch-zip", "torch-legacy", "pickle") and "compression" not in dict(self.checkpoint.facts):
             return self.stream()
-        # It is not a checkpoint: torch reads it as a pickle, and its first byte as an opcode.
+        # It is not a checkpoint, or joblib compressed it: torch reads it as a pickle, and its first byte as an opcode.
         head = read_bytes(self.checkpoint.path, 0, 4)
         if not self.checkpoint.nbytes and not head:
             return self.raises("EOFError", "" if self.weights_only else "Ran out of input")
@@ -186,7 +187,8 @@ class _Predictor:
         intact = not main.broken if plain else self.intact
         # Releases differ in the names they allow.
         names = {torch_spelling(*key) for key in main.globals}
-        varies = self.release[:2] != _LISTED and not _VARYING.isdisjoint(names)
+        certain = {*NESTED, _DIM_RANGE} if self.release >= NESTED_REFUSED else set()
+        varies = self.release[:2] != _LISTED and not _VARYING.isdisjoint(names - certain)
         warnings: tuple[str, ...] = ()
         if self.weights_only and main.protocol > 2:
             warnings = (self.words("protocol-warning", protocol=main.protocol),)
@@ -201,6 +203,9 @@ class _Predictor:
         odd = any(finding.code in ("dangerous-use", "odd-use", "trusted-use") for finding in self.checkpoint.findings)
         if first or not intact or odd:
             return self.unknown(warnings)
+        if self.release < NESTED_REFUSED and needs_nested_of_2_15(self.checkpoint):
+            text = "'Tensor' object has no attribute '_dynamo_dynamic_range'"
+            return self.raises("AttributeError", text, warnings, exact=False)
         return Prediction("loads", exact=not varies, torch=self.torch.version, warnings=warnings)
 
     def events(self, main: Pickle) -> Iterator[tuple[int, Prediction]]:
@@ -230,11 +235,11 @@ class _Predictor:
         owner = full[: -len(name) - 1] if full.endswith(f".{name}") else full.rpartition(".")[0]
         if owner in ("sys", "os", "posix", "nt"):
             return self.words("blocked", name=full, module=owner)
-        if full in TORCH_DEFAULT:
+        if full in TORCH_DEFAULT and not (full in NESTED and self.release >= NESTED_REFUSED):
             return ""
         if full in _DTENSOR:
             return self.words("dtensor")
-        if full == _DIM_RANGE and self.release < (2, 15):
+        if full == _DIM_RANGE and self.release < NESTED_REFUSED:
             return self.words("nested")
         if self.release < (2, 7):  # its advice names only the last component
             return self.words("not-allowed", name=full, call=name)

@@ -166,11 +166,23 @@ _UNNOTICED = {
     *("safetensors-duplicate-key", "storage-skipped", "zip-compressed", "zip-crc-differs", "zip-name-case"),
     *("zip-name-encoding", "zip-one-reader", "zip-trailing-bytes"),
 }
-_NESTED = {
+NESTED = {
     "torch._utils._rebuild_nested_tensor",
     "torch.nested._internal.nested_tensor.NestedTensor",
     "torch.nested._internal.nested_tensor._rebuild_njt",
 }
+"""The names in nested tensors, which torch refuses from ``NESTED_REFUSED`` on."""
+
+NESTED_REFUSED = (2, 15)
+
+
+def needs_nested_of_2_15(checkpoint: Checkpoint) -> bool:
+    """Whether it holds a jagged tensor that 2.15 saved: without the bounds of its lengths, which older ones need."""
+    parts = (part for tensor in checkpoint.tensors for part in tensor.parts)
+    bounds = any(use.full_name == "torch._dynamo.decorators._DimRange" for use in checkpoint.globals)
+    return not bounds and any("_metadata_cache" in part.path for part in parts)
+
+
 _REFUSES = "refuses it (weights_only=True, the default from 2.6 on)"
 
 
@@ -225,10 +237,9 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     elif safety == "needs-trust":
         first = f"{_REFUSES} until you allow the names below"
         first += "; transload.load loads it as data" if as_data else ""
-    elif _NESTED & {use.full_name for use in checkpoint.globals}:
+    elif NESTED & {use.full_name for use in checkpoint.globals}:
         first = "loads it up to torch 2.14"
-        if any(part.name.startswith("_metadata_cache/") for tensor in checkpoint.tensors for part in tensor.parts):
-            # 2.15 saves the bounds of its lengths without a class that older releases need.
+        if needs_nested_of_2_15(checkpoint):
             first = "fails up to torch 2.14, which cannot rebuild a jagged tensor that 2.15 saved"
         first += "; from 2.15 on it refuses nested tensors until you allow them"
     devices = [use.device for use in checkpoint.devices if use.device not in ("cpu", "meta")]
