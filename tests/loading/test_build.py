@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -538,6 +539,16 @@ def test_system_modules_are_never_allowed(module: str) -> None:
 
 def python_2_string(raw: bytes) -> bytes:
     return b"U" + bytes([len(raw)]) + raw
+
+
+@pytest.mark.parametrize("raw", [b"\xc3\xa9", b"\xc3\xa9t\xc3\xa9", b"plain"], ids=str)
+def test_encoding_also_applies_to_python_2_strings_that_are_utf_8(raw: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    path.write_bytes(checkpoint(pickled(dictionary({python_2_string(raw): list_of("na\xefve", "unicode")})), {}))
+    for encoding in ("utf-8", "latin1", "cp437", "bytes"):
+        assert load(path, encoding=encoding) == torch.load(path, weights_only=True, encoding=encoding), encoding
+    (key,) = load(path, encoding="latin1")
+    assert key == raw.decode("latin1")
 
 
 @pytest.mark.parametrize(("encoding", "value"), [("latin1", "\xe9t\xe9"), ("cp437", "ΘtΘ"), ("bytes", b"\xe9t\xe9")])

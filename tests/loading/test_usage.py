@@ -149,8 +149,9 @@ def test_invalid_arguments_are_errors() -> None:
         load(STATE_DICT, errors="ignore")
     with pytest.raises(UsageError, match="weights_only=False"):
         load(STATE_DICT, "cpu", __import__("pickle"), weights_only=True)
-    with pytest.raises(UsageError, match="no encoding"):
-        load(STATE_DICT, encoding="klingon")
+    for encoding in ("klingon", "hex"):
+        with pytest.raises(UsageError, match="no encoding"):
+            load(STATE_DICT, encoding=encoding)
     with pytest.raises(UsageError, match="path"):
         load(STATE_DICT.read_bytes(), mmap=True)
     wrong: Any

@@ -187,10 +187,8 @@ def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, tru
         raise UsageError("a pickle_module is used only with weights_only=False", fix=fix)
     encoding: str = given.get("encoding", "utf-8")
     if encoding not in ("utf-8", "bytes"):
-        import codecs
-
         try:
-            codecs.lookup(encoding)
+            bytes(4).decode(encoding)  # also fails for codecs such as hex, which do not make text
         except (LookupError, TypeError) as error:
             fix = "'utf-8', 'latin1' and 'bytes' are usual."
             raise UsageError(f"there is no encoding {encoding!r}", fix=fix) from error

@@ -97,8 +97,8 @@ class _Builder:
         self._device_map = device_map
         self._encoding = encoding
         self._pickle = pickle
-        # In a pickle of Python 2, bytes are text that was not decoded, and encoding="bytes" asks for text as bytes.
-        self._texts = pickle.python2_texts if encoding == "bytes" else frozenset()
+        # In a pickle of Python 2, bytes are text that is not UTF-8. Any other encoding applies to all of its text.
+        self._texts = frozenset() if encoding == "utf-8" else pickle.python2_texts
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
         self._known = entries(piece.checkpoint.storages, storages, device_map)
         self._names = {node: _name_of(node) for node in pickle.globals.values()}
@@ -188,17 +188,16 @@ class _Builder:
             else:
                 made[ident] = members = set()
                 members |= value_of("builtins.set", ((yield node.items),))
-        elif kind is bytearray or (kind is bytes and self._encoding == "bytes"):
+        elif kind is bytearray or (kind is str and ident not in self._texts):
             made[ident] = node
-        elif kind is bytes:  # text of Python 2 that is not UTF-8
+        elif kind is bytes or kind is str:  # text of Python 2
+            raw = node.encode() if kind is str else node
             try:
-                made[ident] = node.decode(self._encoding)
+                made[ident] = raw if self._encoding == "bytes" else raw.decode(self._encoding)
             except UnicodeDecodeError as error:
                 what = f"Python 2 wrote text into it that is not {self._encoding}"
                 fix = "Pass encoding='latin1', or the encoding it was written in."
                 raise LoadError(what, fix=fix) from error
-        elif kind is str:
-            made[ident] = node.encode() if ident in self._texts else node
         elif kind is Global:
             made[ident] = self._rebuilder.object_of(node)
         elif kind is Persistent:
