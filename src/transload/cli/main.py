@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, str] = {
     "check": "whether a checkpoint loads here, and what torch.load would say",
     "convert": "convert to safetensors, torch zip, npz or raw, without torch",
-    "doctor": "why CUDA is unavailable: the cause, the evidence and the fix",
+    "doctor": "say why CUDA is unavailable: the cause, the evidence and the fix",
     "explain": "what an error message means, and how to fix it",
     "inspect": "what a checkpoint contains, and whether it is safe and complete",
     "rescue": "recover what is left of a damaged checkpoint",

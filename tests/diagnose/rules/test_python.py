@@ -120,7 +120,13 @@ def test_fix_for_a_torch_put_first_by_pythonpath_changes_the_variable() -> None:
 
 @each("machine", [two_installs("2.12.0+cu130", "2.13.0+cu130"), two_installs("2.12.0+cu130", "2.13.0+cpu")])
 def test_two_installs_alone_are_a_note(machine: Machine) -> None:
-    assert finding_of("P02", machine, "note").title == "there are two installations of torch on the path"
+    finding = finding_of("P02", machine, "note")
+    assert finding.title == "there are two installations of torch on the path"
+    assert (
+        finding.fix[0]
+        == f"Python imports {USER}: torch 2.12.0+cu130. If that is the one you want, there is nothing to do."
+    )
+    assert finding.fix[1:3] == ("To import the other one:", "$ export PYTHONNOUSERSITE=1")
     assert alarms(machine) == []
 
 

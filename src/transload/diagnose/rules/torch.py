@@ -83,7 +83,7 @@ def which_torch(m: Case) -> Found:
         if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
             yield "P02", Match(evidence, fix)
         else:
-            yield "P02", Match(evidence, ("= there are two installations of torch on the path", *fix), "note")
+            yield "P02", Match(evidence, m.steps("P02 choice", imported=named[0], other=fix), "note")
 
     # an error if a torch of two versions cannot be imported; a warning if it can; leftovers alone are a note
     first = None if torch.shadow else torch.first
