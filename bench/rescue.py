@@ -29,7 +29,7 @@ from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import byte_span, with_parts
 from transload.errors import TransloadError
 from transload.io.sources import BytesSource
-from transload.judge import inspect
+from transload.opening import inspect
 from transload.rescuing import rescue
 from transload.rescuing.recover import recover
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.judge import inspect
+from transload.opening import inspect
 from transload.retagging import retag
 
 TENSORS = 100

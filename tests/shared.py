@@ -5,12 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transload.opening import OpenCheckpoint
+
 if TYPE_CHECKING:
     import pytest
+
+    from transload.opening.elements import ElementReader
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> tuple[Path, Any]:
@@ -28,3 +33,10 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]
             result = json.dumps(make(folder))
             answer.write_text(result, encoding="utf-8")
         return folder, json.loads(answer.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def open_elements(f: Any) -> Iterator[ElementReader]:
+    """The elements of the tensors of a checkpoint."""
+    with OpenCheckpoint(f) as opened:
+        yield opened.elements

@@ -18,8 +18,8 @@ from tests.test_packaging import ROOMS
 import transload
 from transload.checkpoint import FORMATS
 from transload.findings import INTEGRITY, SAFETY, Severity
-from transload.judge import inspect
 from transload.judge.problems import rules
+from transload.opening import inspect
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src" / "transload").rglob("*.py"))

@@ -33,7 +33,7 @@ from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload.checkpoint import Checkpoint, contiguous
 from transload.errors import CannotReadError
-from transload.judge import inspect
+from transload.opening import inspect
 
 DATA = Path(__file__).parent / "data"
 SMALL = 24 << 10

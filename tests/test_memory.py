@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.shared import open_elements
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import transload
@@ -29,7 +30,6 @@ from transload.io.atomic import FileObject
 from transload.loading.placement import DeviceMap
 from transload.nodes import Call, Dict
 from transload.saving.background import background
-from transload.tensors.content import open_content
 from transload.writing import transfer
 from transload.writing.transfer import ConversionJob
 
@@ -252,7 +252,7 @@ def test_failed_conversion_leaves_no_chunks_and_no_threads() -> None:
 
     def write_file() -> None:
         read_only = os.open(os.devnull, os.O_RDONLY)  # not for writing
-        with open_content(b"\2" + bytes(7) + b"{}") as content:
+        with open_elements(b"\2" + bytes(7) + b"{}") as content:
             try:
                 transfer.write_file(read_only, bytes(64 << 20), [], ConversionJob(content), "x")
             finally:

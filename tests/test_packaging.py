@@ -25,17 +25,17 @@ PACKAGE = ROOT / "src" / "transload"
 # docs/architecture.md, before its first import.
 FACTS = {"_version", "checkpoint", "contents", "devices", "dtypes", "errors", "findings", "frozen", "machine", "nodes"}
 FRONTS = {"__init__", "__main__", "cli"}
-_FILES = {"io", "formats", "judge", "tensors"}
+_FILES = {"io", "formats", "judge", "opening"}
 ROOMS: dict[str, set[str]] = {
     "render": set(),
     "io": set(),
     "formats": {"io"},
     "judge": {"io", "formats"},
-    "tensors": {"io", "formats", "judge"},
+    "opening": {"io", "formats", "judge"},
     "diagnose": set(),
     "loading": _FILES | {"diagnose"},
     "saving": {"io", "formats"},
-    "writing": {"io", "formats", "tensors"},
+    "writing": {"io", "formats", "opening"},
     "retagging": _FILES,
     "converting": _FILES | {"writing"},
     "verifying": _FILES,
@@ -48,7 +48,7 @@ ROOMS: dict[str, set[str]] = {
 ALLOWED_ROOMS = {
     "loading": "torch",
     "saving": "torch",
-    "tensors": "numpy",
+    "opening": "numpy",
     "patching": "torch",
 }
 # Programs that import torch in a child process, with the interpreter that is examined.

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.explaining import Explanation as Explanation
     from transload.explaining import explain as explain
     from transload.findings import Finding as Finding
-    from transload.judge import inspect as inspect
     from transload.loading import load as load
     from transload.loading.handles import open as open  # noqa: A004 - transload.open, beside transload.load
     from transload.loading.into import KeysWarning as KeysWarning
@@ -35,6 +34,7 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.loading.into import load_into as load_into
     from transload.loading.placement import Plan as Plan
     from transload.machine import Machine as Machine
+    from transload.opening import inspect as inspect
     from transload.patching import load_ipython_extension as load_ipython_extension
     from transload.patching import patch as patch
     from transload.patching import unload_ipython_extension as unload_ipython_extension
@@ -57,12 +57,12 @@ _NAMES = {
     "transload.diagnose.report": "Diagnosis",
     "transload.explaining": "Explanation explain",
     "transload.findings": "Finding",
-    "transload.judge": "inspect",
     "transload.loading": "load",
     "transload.loading.handles": "open",
     "transload.loading.into": "KeysWarning MismatchError load_into",
     "transload.loading.placement": "Plan",
     "transload.machine": "Machine",
+    "transload.opening": "inspect",
     "transload.patching": "load_ipython_extension patch unload_ipython_extension unpatch",
     "transload.rescuing": "Rescue rescue",
     "transload.retagging": "Retag retag",

@@ -12,8 +12,8 @@ from tests.diagnose.machines import cuda_gpu, cuinit_fails, healthy, with_facts,
 
 from transload.checking import Compatibility, compatibility, is_cuda_compatible
 from transload.checkpoint import Origin
-from transload.judge import inspect
 from transload.machine import Machine
+from transload.opening import inspect
 
 DATA = Path(__file__).parent.parent / "data"
 PACKAGE = DATA / "h200" / "aoti_cuda0.pt2"

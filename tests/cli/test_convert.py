@@ -19,7 +19,7 @@ from tests.each import each
 from tests.schema import validate
 
 from transload.cli.main import main
-from transload.judge import inspect
+from transload.opening import inspect
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload

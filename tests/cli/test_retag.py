@@ -13,7 +13,7 @@ from tests.loading.zoo import save_with_tag
 from tests.schema import validate
 
 from transload.cli.main import main
-from transload.judge import inspect
+from transload.opening import inspect
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload

@@ -12,7 +12,7 @@ from tests.schema import validate
 
 from transload.cli.main import main
 from transload.errors import ManifestError
-from transload.judge import inspect
+from transload.opening import inspect
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload

@@ -10,7 +10,7 @@ import pytest
 from tests.each import each
 
 from transload.dtypes import ITEMSIZE
-from transload.tensors.content import numpy_or_none
+from transload.opening.elements import numpy_or_none
 from transload.writing import transfer as casting
 from transload.writing.transfer import FLOATING, cast, cast_dtype, cast_slowly
 

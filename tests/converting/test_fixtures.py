@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from tests.each import each
+from tests.shared import open_elements
 
 import transload
 from transload.converting import convert
-from transload.tensors.content import open_content
 
 DATA = Path(__file__).parent.parent / "data"
 SOURCE = Path(transload.__file__).parent.parent
@@ -31,10 +31,10 @@ every_file = each("path", FILES, ids=lambda path: f"{path.parent.name}/{path.nam
 def hashes(path: Path | str) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Dtype, shape and hash of every tensor, by its name."""
     result = {}
-    with open_content(path) as content:
+    with open_elements(path) as content:
         for tensor in content.checkpoint.tensors:
             if tensor.kind == "strided":
-                digest = hashlib.sha256(b"".join(map(bytes, content.pieces(tensor)))).hexdigest()
+                digest = hashlib.sha256(b"".join(map(bytes, content.chunks(tensor)))).hexdigest()
                 result[tensor.name] = (tensor.dtype, tensor.shape, digest)
     return result
 
@@ -141,7 +141,7 @@ def test_pickled_modules_become_state_dicts_in_a_process_without_torch(tmp_path:
     env = {**os.environ, "PYTHONPATH": str(SOURCE)}
     subprocess.run([sys.executable, "-c", PROGRAM, *arguments], check=True, env=env, timeout=300)
     for path, target in zip(paths, targets, strict=True):
-        with open_content(target) as content:
+        with open_elements(target) as content:
             facts = dict(content.checkpoint.facts)
         actual = hashes(target)
         ties = {key.removeprefix("metadata."): value for key, value in facts.items() if key.startswith("metadata.")}

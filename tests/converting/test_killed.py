@@ -17,7 +17,7 @@ SCRIPT = r"""
 import json, os, struct, sys, shutil
 from transload.converting import convert
 from transload.writing import output
-import transload.tensors.content
+import transload.opening.elements
 
 scene, base = sys.argv[1], sys.argv[2]
 CALLS = "open write writev pwrite pwritev copy_file_range fsync rename replace link unlink mkdir rmdir".split()

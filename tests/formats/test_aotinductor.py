@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.each import each
 
 from transload.checkpoint import Checkpoint, Part
-from transload.formats import read
 from transload.formats.programs.aotinductor import HEADER, capability, read_elf
+from transload.opening import inspect as read
 
 FOLDER = "data/aotinductor/model/"
 

@@ -19,7 +19,7 @@ from tests.each import each
 from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
-from transload.judge import inspect
+from transload.opening import inspect
 
 PAGE = 4096
 LENGTHS_MATTER = RELEASE >= (2, 10)  # since then, torch compares the length of a storage with the index

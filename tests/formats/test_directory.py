@@ -21,7 +21,7 @@ import transload
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.findings import Problem
-from transload.formats import read, read_source
+from transload.formats import read_source
 from transload.formats.directory import (
     MAX_ENTRIES,
     Merger,
@@ -30,7 +30,8 @@ from transload.formats.directory import (
     read_sharded,
     relative_path,
 )
-from transload.judge import inspect
+from transload.opening import inspect
+from transload.opening import inspect as read
 
 np = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")

@@ -16,7 +16,7 @@ from tests.release import needs_torch
 
 from transload.cli.main import main
 from transload.formats.torch_legacy import MAGIC
-from transload.judge import inspect
+from transload.opening import inspect
 
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 HOOKS = b"ccollections\nOrderedDict\n)R"

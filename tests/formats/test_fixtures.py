@@ -26,7 +26,7 @@ class Absent:
 
 sys.meta_path.insert(0, Absent())
 from transload.dtypes import itemsize
-from transload.judge import inspect
+from transload.opening import inspect
 
 def gathered(tensor, storages, raw):
     storage = storages.get(tensor.storage)

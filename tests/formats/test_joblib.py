@@ -18,7 +18,7 @@ from tests.loading.zoo import save_with_tag
 
 import transload
 from transload.errors import BrokenFileError, NotACheckpointError, UnsafeError
-from transload.judge import inspect
+from transload.opening import inspect
 
 joblib = pytest.importorskip("joblib")
 

@@ -8,8 +8,8 @@ import pytest
 from tests.each import each
 
 from transload.checkpoint import Record
-from transload.formats import tensors
-from transload.formats.tensors import Budget, StorageTable
+from transload.formats import graph
+from transload.formats.graph import Budget, StorageTable
 from transload.nodes import Call, Dict, Global, Persistent
 
 V2 = Global("torch._utils", "_rebuild_tensor_v2", 0)
@@ -54,14 +54,14 @@ STORAGES: dict[str, Any] = {
 }
 
 
-def tree_of(pid: Any, args: tuple[Any, ...], times: int = 2) -> tensors.Tree:
+def tree_of(pid: Any, args: tuple[Any, ...], times: int = 2) -> graph.Tree:
     hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
     ids = [Persistent(pid, 0), Persistent(pid, 9), Persistent(("storage", HALF, "0", "cpu", 11), 9)]
     calls = [Call(V2, (node, *args, hooks), "reduce", 0) for node in ids]
     items: list[Any] = [part for index, call in enumerate(calls * times) for part in (f"name{index}", call)]
     table = StorageTable(lambda key, nbytes: Record(f"data/{key}", 64, nbytes, nbytes, 7))
     table.enter(ids)
-    return tensors.find_tensors(Dict([*items, "sub", Dict(items)]), table)
+    return graph.find_tensors(Dict([*items, "sub", Dict(items)]), table)
 
 
 BROKEN = {

@@ -22,7 +22,7 @@ from tests.loading.zoo import save_with_tag
 import transload
 from transload.checkpoint import Checkpoint
 from transload.errors import BrokenFileError, RescueError, UnsafeError
-from transload.judge import inspect
+from transload.opening import inspect
 
 PROTOCOLS = (0, 1, 2, 3, 4, 5)
 LOADER = name("torch.storage", "_load_from_bytes")

@@ -39,7 +39,7 @@ from tests.forge import (
     with_changes,
 )
 
-from transload.judge import inspect
+from transload.opening import inspect
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 MEMORY = 1 << 30
@@ -50,7 +50,7 @@ BOMB = (64 << 20) * forge.FUZZ
 READER = """
 import json, resource, sys, time
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
-from transload.judge import inspect
+from transload.opening import inspect
 checkpoint = inspect(sys.argv[1], verify=True)
 shown = [repr(checkpoint), checkpoint._repr_html_(), json.dumps(checkpoint.to_dict())]
 print(json.dumps({"safety": checkpoint.safety, "integrity": checkpoint.integrity, "ok": checkpoint.ok,
@@ -62,7 +62,7 @@ READER_IMPORTS = (
     "transload.formats.plain_pickle",
     "transload.formats.torch_legacy",
     "transload.formats.torch_zip",
-    "transload.formats.verify",
+    "transload.formats.record_checksums",
     "transload.render.checkpoint",
     "transload.render.html",
 )

@@ -24,7 +24,7 @@ from tests.forge import (
 )
 
 from transload.checkpoint import Checkpoint
-from transload.judge import inspect
+from transload.opening import inspect
 
 STAGES = ("magic", "protocol", "facts", "object", "keys")
 ONE = struct.pack("<q", 4) + FLOATS

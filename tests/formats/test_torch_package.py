@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.package import PackageExporter, PackageImporter
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.formats import read
+from transload.opening import inspect as read
 
 SOURCE = """
 import torch

@@ -12,7 +12,7 @@ from tests.each import each
 from tests.forge import DANGEROUS, FLOATS, dictionary, name, number, pickled, tar, tar_member, tuple_of
 
 from transload.checkpoint import Checkpoint
-from transload.judge import inspect
+from transload.opening import inspect
 
 HOSTILE = pickled(DANGEROUS)
 PLAIN = pickled(dictionary({"w0": b"P100\n"}))

@@ -15,7 +15,7 @@ from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.formats import torch_zip
-from transload.judge import inspect
+from transload.opening import inspect
 
 
 def codes(checkpoint: Checkpoint) -> set[str]:

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from tests.each import each
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.formats import read
 from transload.formats.programs.torchscript import code_problems
+from transload.opening import inspect as read
 
 RELEASES = [
     "torch-1.0.0-py2.7.18",

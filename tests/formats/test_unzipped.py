@@ -11,8 +11,8 @@ import pytest
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.formats import directory as unzipped
-from transload.formats import read
 from transload.formats.directory import read_unzipped
+from transload.opening import inspect as read
 
 needs_links = pytest.mark.skipif(os.name == "nt", reason="creating links needs privileges on Windows")
 

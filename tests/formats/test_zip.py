@@ -26,7 +26,7 @@ from tests.forge import DANGEROUS, Entry, Tail, archive, entries, ordered, pickl
 
 from transload.formats.zip import read_index
 from transload.io.sources import BytesSource
-from transload.judge import inspect
+from transload.opening import inspect
 
 HOSTILE = pickled(ordered({"w0": tensor("0"), "w1": DANGEROUS}))
 OTHER = pickled(ordered({"z0": tensor("0"), "z1": tensor("1")}))

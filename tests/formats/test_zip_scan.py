@@ -18,7 +18,7 @@ from transload.checkpoint import Checkpoint
 from transload.formats.zip import read_index
 from transload.formats.zip_scan import walk_index
 from transload.io.sources import BytesSource
-from transload.judge import inspect
+from transload.opening import inspect
 
 SIZES = (40, 0, 7, 300)
 

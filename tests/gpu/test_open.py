@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.opening.test_load_into import assert_same_state, file_of, seeded_net
-from tests.opening.test_open import raw
+from tests.loading.test_load_into import assert_same_state, file_of, seeded_net
+from tests.loading.test_open import raw
 from torch import nn
 
 from transload.loading.handles import open as open_

@@ -19,9 +19,9 @@ from torch import nn
 import transload
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.io import cuda_driver as driver
-from transload.loading import engine
-from transload.loading.engine import Choice
-from transload.loading.jobs import SLOT_PAIR
+from transload.opening import engine
+from transload.opening.engine import Choice
+from transload.opening.jobs import SLOT_PAIR
 
 BUSY_CYCLES = 400_000_000  # some tenths of a second
 MIB = 1 << 20

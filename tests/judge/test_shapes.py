@@ -19,7 +19,7 @@ from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
-from transload.formats.rebuilds import RebuildReader
+from transload.formats.rebuild_facts import RebuildReader
 from transload.judge.names import TORCH_DEFAULT
 from transload.judge.safety import _REBUILDS, _SHADOWED, check_call, judge_pickles
 from transload.nodes import REBUILDS, Call, Dict, Global

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.place.makers import checkpoint
+from tests.loading.placement_makers import checkpoint
 
 from transload.devices import Device
 from transload.errors import LoadError, NoDeviceError

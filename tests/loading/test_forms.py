@@ -16,8 +16,8 @@ from tests.loading.zoo import IGNORED_WARNINGS
 
 from transload.converting import convert
 from transload.errors import LandingWarning, LoadError, UnsafeError
-from transload.judge import inspect
 from transload.loading import load
+from transload.opening import inspect
 
 DATA = Path(__file__).parents[1] / "data"
 NEWEST = DATA / "torch-releases" / "torch-2.13.0-py3.11.7"

@@ -19,10 +19,10 @@ from tests.loading.zoo import IGNORED_WARNINGS, saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.loading import load
-from transload.loading.engine import read_ranges
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
 from transload.loading.placement import DeviceMap
+from transload.opening.engine import read_ranges
 
 SOURCE = Path(__file__).parents[2] / "src"
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX resource limits")

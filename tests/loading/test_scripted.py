@@ -19,7 +19,7 @@ from transload.errors import LoadError
 from transload.formats import read_source
 from transload.io.sources import open_source
 from transload.loading.trusted import load_program
-from transload.tensors import Piece
+from transload.opening import CheckpointFile
 
 pytestmark = [
     *IGNORED_WARNINGS,
@@ -42,7 +42,7 @@ def load(f: Path | bytes, device_of: Callable[[str], str] = str) -> Any:
     source = open_source(f)
     path = str(f) if isinstance(f, Path) else ""
     try:
-        return load_program(Piece(read_source(source), lambda _: source, path), device_of)
+        return load_program(CheckpointFile(read_source(source), lambda _: source, path), device_of)
     finally:
         source.close()
 

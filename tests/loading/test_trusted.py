@@ -29,7 +29,7 @@ from transload.formats import read_source
 from transload.io.sources import open_source
 from transload.loading.placement import DeviceMap, Plan
 from transload.loading.trusted import load_trusted
-from transload.tensors import Piece
+from transload.opening import CheckpointFile
 
 pytestmark = IGNORED_WARNINGS
 
@@ -48,7 +48,7 @@ def load(data: bytes, device_map: DeviceMap = DeviceMap(Plan(), "cpu", ""), **op
         raw = bytearray(data[storage.offset : storage.offset + storage.nbytes]) if storage.offset is not None else b""
         if raw:
             target.copy_(torch.frombuffer(raw, dtype=torch.uint8).untyped_storage())
-    return load_trusted(Piece(checkpoint, lambda _: source), storages, device_map, **options)
+    return load_trusted(CheckpointFile(checkpoint, lambda _: source), storages, device_map, **options)
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def test_too_old_dill_is_a_usage_error() -> None:
 
 def test_reference_to_a_missing_storage_is_a_broken_file_error() -> None:
     source = open_source(forge.checkpoint())
-    piece = Piece(replace(read_source(source), storages=()), lambda _: source)
+    piece = CheckpointFile(replace(read_source(source), storages=()), lambda _: source)
     with pytest.raises(BrokenFileError, match="storage '0'"):
         load_trusted(piece, {}, DeviceMap(Plan(), "cpu", ""))
 

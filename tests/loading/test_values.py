@@ -28,7 +28,7 @@ from tests.release import needs_torch
 import transload
 from transload.formats.arrays import NUMPY_CALLS
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT
-from transload.loading.rebuild import VALUES, value_of
+from transload.loading.rebuild_tensors import VALUES, value_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:pickle_load_args only works if", "ignore:.*TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.place.makers import GB, checkpoint, gpus
+from tests.loading.placement_makers import GB, checkpoint, gpus
 
 from transload.devices import Device, Devices
 from transload.loading.placement import Plan, place

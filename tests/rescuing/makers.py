@@ -10,7 +10,8 @@ from pathlib import Path
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import itemsize
-from transload.tensors.content import Content, open_content
+from transload.opening import OpenCheckpoint
+from transload.opening.elements import ElementReader
 
 ROOT = Path(__file__).parent.parent / "data"
 FILES = sorted(
@@ -34,14 +35,16 @@ def flipped(data: bytes, position: int, bit: int) -> bytes:
 
 def hashes(data: bytes, names: Collection[str] | None = None) -> dict[str, str]:
     """The hash of each strided tensor by name, or of the given ones only."""
-    with open_content(io.BytesIO(data)) as content:
-        tensors = [tensor for tensor in content.checkpoint.tensors if tensor.kind == "strided"]
-        return {tensor.name: _hash(content, tensor) for tensor in tensors if names is None or tensor.name in names}
+    with OpenCheckpoint(io.BytesIO(data)) as opened:
+        tensors = [tensor for tensor in opened.checkpoint.tensors if tensor.kind == "strided"]
+        return {
+            tensor.name: _hash(opened.elements, tensor) for tensor in tensors if names is None or tensor.name in names
+        }
 
 
-def _hash(content: Content, tensor: Tensor) -> str:
+def _hash(content: ElementReader, tensor: Tensor) -> str:
     digest = sha256(f"{tensor.dtype} {tensor.shape}".encode())
-    for piece in content.pieces(tensor):
+    for piece in content.chunks(tensor):
         digest.update(piece)
     return digest.hexdigest()
 

@@ -57,7 +57,7 @@ def test_intact_cut_and_unchecked_records_are_distinguished(method: int, size: i
 
 def test_flipped_bit_is_repaired_in_a_record_checksummed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"_BUFFER": 1024, "_PART": 4096, "_SMALL": 512, "_ALONE": 0}.items():
-        monkeypatch.setattr(f"transload.formats.verify.{name}", value)
+        monkeypatch.setattr(f"transload.formats.record_checksums.{name}", value)
     data = bytearray(NOISE)
     data[123_456] ^= 8
     (verdict,) = check_records(BytesSource(data), [intact_claim(9, 250_000)])

@@ -22,7 +22,7 @@ from transload.checkpoint import Checkpoint
 from transload.errors import RetagError, UsageError
 from transload.io.journal import recover
 from transload.io.sources import has_journal
-from transload.judge import inspect
+from transload.opening import inspect
 from transload.retagging import retag, undo
 
 DATA = Path(__file__).parent.parent / "data"

@@ -27,9 +27,9 @@ from tests.loading.zoo import save_with_tag
 from torch import nn
 
 from transload.errors import CannotPickleError, CannotWriteError, SaveError, SaveWarning, UsageError
-from transload.formats import read
 from transload.formats import zip_writer as writing
 from transload.io import atomic
+from transload.opening import inspect as read
 from transload.saving import save, save_async
 
 

@@ -11,7 +11,7 @@ from tests import forge
 from tests.each import each
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.judge import inspect
+from transload.opening import inspect
 from transload.verifying import verify
 
 DATA = Path(__file__).parent.parent / "data"

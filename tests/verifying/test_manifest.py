@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from transload.errors import CannotReadError, ManifestError, UsageError
-from transload.judge import inspect
+from transload.opening import inspect
 from transload.verifying import Difference, TensorSum, hash_of_all, read_manifest, verify, write_manifest
 
 VALUES = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4), "c": torch.ones(2)}

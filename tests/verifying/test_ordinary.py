@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from tests import forge
 from tests.each import each
 from tests.rescuing.makers import ARCHIVES, ident
 
-from transload.tensors import content
+from transload.opening import OpenCheckpoint
 from transload.verifying import tensor_count, verify
-
-OPEN_CONTENT = content.open_content
 
 
 def verified(data: bytes | Path) -> dict[str, Any]:
@@ -26,12 +23,12 @@ def verified(data: bytes | Path) -> dict[str, Any]:
 def verified_with_list(data: bytes | Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The same, with every tensor listed first."""
     with monkeypatch.context() as patch:
-        patch.setattr("transload.verifying.open_content", lambda f, **_: OPEN_CONTENT(f))
+        patch.setattr("transload.verifying.OpenCheckpoint", lambda f, **_: OpenCheckpoint(f))
         return verified(data)
 
 
 def quick_count(data: bytes) -> int | None:
-    with OPEN_CONTENT(data, tree=False) as light:
+    with OpenCheckpoint(data, tree=False) as light:
         return tensor_count(light.checkpoint) if light.checkpoint.counted else -1
 
 
@@ -68,15 +65,8 @@ STATES: dict[str, Any] = {
 def test_ordinary_checkpoints_are_verified_without_a_list(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = saved(STATES[state])
     expected = verified_with_list(data, monkeypatch)
-    tree_options: list[bool] = []
-
-    def recording_open(f: Any, *, tree: bool = True) -> AbstractContextManager[content.Content]:
-        tree_options.append(tree)
-        return OPEN_CONTENT(f, tree=tree)
-
-    monkeypatch.setattr("transload.verifying.open_content", recording_open)
+    monkeypatch.setattr(OpenCheckpoint, "list_tensors", lambda _: pytest.fail("the tensors were listed"))
     assert verified(data) == expected
-    assert tree_options == [False]
     assert verify(data).integrity == "whole"
 
 

@@ -17,7 +17,7 @@ from tests.each import each
 import transload
 from transload.cli.commands import expand_paths
 from transload.errors import CannotReadError
-from transload.judge import inspect
+from transload.opening import inspect
 from transload.render.lines import as_text
 from transload.verifying import Damage, Verification, report, verify
 

@@ -26,7 +26,7 @@ from transload.errors import LoadError
 from transload.findings import SEVERITIES, Finding, Problem, Severity, join_names, quoted
 from transload.formats.arrays import are_plain
 from transload.frozen import Frozen, Plain, Reported, replace
-from transload.judge import inspect, judge
+from transload.judge import judge
 from transload.judge.names import PLAIN_VALUES
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
 from transload.judge.safety import judge_pickles, safe_globals_lines
@@ -35,6 +35,7 @@ from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_
 from transload.loading.refusal import Allowed, loaded_pickles, plain_part, refuse_program, registrar
 from transload.machine import Machine, Python
 from transload.nodes import Global
+from transload.opening import inspect
 from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import path_text, plural, printable, size
@@ -114,7 +115,7 @@ def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine 
 
 def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) -> Check:
     """As ``check``, for this machine, which was already examined."""
-    from transload.loading.engine import forecast
+    from transload.opening.engine import forecast
 
     result = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
     # How load would move the bytes, except for what only a working driver knows.
@@ -128,11 +129,11 @@ def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = inspect(path)
     if any(kind.startswith("sparse") for kind in {tensor.kind for tensor in checkpoint.tensors}):
         # load checks the indices of sparse tensors, and no other bytes of tensors.
-        from transload.tensors.content import open_content
-        from transload.tensors.damage import misplaced
+        from transload.opening import OpenCheckpoint
+        from transload.opening.damage import misplaced
 
-        with open_content(path) as content:
-            found = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(content).items())
+        with OpenCheckpoint(path) as opened:
+            found = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(opened.elements).items())
         if found:
             return judge(replace(checkpoint, problems=(*checkpoint.problems, *found)))
     return checkpoint

@@ -153,7 +153,7 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
         for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
             kinds: dict[str, str] = {}
             if isdir(path):
-                from transload.judge import inspect
+                from transload.opening import inspect
 
                 with suppress(CannotReadError):  # reported when it is opened
                     kinds = {join(path, part.name): part.kind for part in inspect(path).parts}

@@ -227,7 +227,7 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
 def run_inspect(arguments: Namespace) -> int:
     """Inspect all files, show the results, and return the worst exit code."""
     from transload.cli.output import for_each
-    from transload.judge import inspect
+    from transload.opening import inspect
 
     lists = {"tensors": arguments.tensors, "names": arguments.globals, "structure": arguments.tree}
 

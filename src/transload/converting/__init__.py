@@ -13,9 +13,9 @@ from transload.errors import UsageError
 from transload.io.atomic import refuse_name
 from transload.io.sources import Progress, SourceLike
 from transload.judge.problems import refuse_broken
+from transload.opening import OpenCheckpoint
 from transload.render.lines import Block, Prose, Table
 from transload.render.words import path_text, plural, printable, size
-from transload.tensors.content import open_content
 from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
 from transload.writing.plan import Candidate, Options, candidates, dtype_of, format_of, size_of
@@ -67,18 +67,18 @@ def convert(
         target = os.path.join(target, usual)
     if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
         raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
-    with open_content(src) as content:
-        refuse_broken(content.checkpoint)
+    with OpenCheckpoint(src) as opened:
+        refuse_broken(opened.checkpoint)
         return write_content(
-            content, target, format_, options, src=src, verify=verify, overwrite=overwrite, progress=progress
+            opened.elements, target, format_, options, src=src, verify=verify, overwrite=overwrite, progress=progress
         )
 
 
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
-    with open_content(src) as content:
-        refuse_broken(content.checkpoint)
-        return candidates(content.checkpoint)
+    with OpenCheckpoint(src) as opened:
+        refuse_broken(opened.checkpoint)
+        return candidates(opened.checkpoint)
 
 
 def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:

@@ -74,7 +74,7 @@ def is_binary(data: bytes) -> bool:
 def not_a_text(path: str) -> UsageError:
     """The error for a file that is not text, or for a stream, which has no path."""
     from transload.checkpoint import FORMATS
-    from transload.judge import inspect
+    from transload.opening import inspect
 
     name = quoted(path) if path else "FILE"
     fix = "Pipe an error text in, or name a file that holds one: python train.py 2>&1 | transload explain"

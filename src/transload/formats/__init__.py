@@ -13,13 +13,13 @@ from transload.checkpoint import Checkpoint
 from transload.findings import Problem, quoted
 from transload.formats.zip import ZipIndex, ends_like_zip, read_index, starts_like_zip
 from transload.frozen import replace
-from transload.io.sources import Source, SourceLike, open_source
+from transload.io.sources import Source
 
 if TYPE_CHECKING:
     from transload.formats.foreign import Foreign
     from transload.formats.torch_zip import Archive
 
-__all__ = ["gc_paused", "read", "read_source", "unpacked"]
+__all__ = ["gc_paused", "read_source", "unpacked"]
 
 _has_frozen = not hasattr(gc, "freeze")
 """Whether the program has ever frozen objects: counting them takes long, so it is done only until there are some."""
@@ -65,25 +65,6 @@ def _resume_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_resume_in_child)
-
-
-def read(f: SourceLike, *, verify: bool = False) -> Checkpoint:
-    """Read a checkpoint, without judging it."""
-    if isinstance(f, str | os.PathLike):
-        path = os.fspath(f)
-        if os.path.isdir(path):
-            from transload.formats.directory import read_directory
-
-            return read_directory(path, partial(read, verify=verify), partial(read_source, verify=verify))
-        if path.endswith(".index.json"):
-            from transload.formats.directory import read_sharded
-
-            return read_sharded(path, partial(read, verify=verify))
-    source = open_source(f)
-    try:
-        return read_source(unpacked(source), verify=verify)
-    finally:
-        source.close()
 
 
 def unpacked(source: Source) -> Source:
@@ -184,7 +165,7 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     checkpoint = reader(archive)
     if not verify or all(record.crc32 is None for record in index.records.values()):
         return checkpoint
-    from transload.formats.verify import new_problems, verify_records
+    from transload.formats.record_checksums import new_problems, verify_records
 
     bad = verify_records(source, index.records.values(), checkpoint.storages)
     found = (*checkpoint.problems, *new_problems(bad, checkpoint.problems))

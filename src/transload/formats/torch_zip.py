@@ -20,7 +20,7 @@ from transload.io.sources import Source
 from transload.nodes import Global, Pickle
 
 if TYPE_CHECKING:
-    from transload.formats.tensors import StorageTable, Tree
+    from transload.formats.graph import StorageTable, Tree
 
 RECORD = ".transload/origin.json"
 MAX_TEXT_RECORD = 4096  # records such as ``version`` have a few bytes; a deflated one can unpack to gigabytes
@@ -189,7 +189,7 @@ def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
 
 def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> Tree:
     """Find the tensors and values of a pickle, and every storage it names, including unused ones."""
-    from transload.formats.tensors import find_tensors
+    from transload.formats.graph import find_tensors
 
     table.enter(pickle.persistent)
     # An empty stream is not the value None.
@@ -272,7 +272,7 @@ def storage_table(
     archive: Archive, *, forms: tuple[tuple[str, str], ...] = _FORMS, big_endian: bool = False
 ) -> StorageTable:
     """A table that finds storages among the records of an archive. ``forms`` are prefixes and suffixes around a key."""
-    from transload.formats.tensors import StorageTable
+    from transload.formats.graph import StorageTable
 
     def locate(key: str, nbytes: int) -> Record | None:  # noqa: ARG001 - other containers need the size
         for prefix, suffix in forms:

@@ -19,8 +19,8 @@ from itertools import islice, product
 from transload.checkpoint import Record, Storage
 from transload.findings import Problems
 from transload.formats import pickle_machine
+from transload.formats.graph import declared_storages
 from transload.formats.pickle_streams import run_at
-from transload.formats.tensors import declared_storages
 from transload.formats.zip import (
     ALIGNMENT,
     ALL32,

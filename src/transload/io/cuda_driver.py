@@ -135,3 +135,12 @@ def cuda_driver() -> CudaDriver | None:
         return CudaDriver(ctypes.CDLL("libcuda.so.1"))
     except (OSError, AttributeError):
         return None
+
+
+def event_now(device: str) -> Any:
+    """An event of torch, recorded on its current stream of a device; ``cuda_event`` is its handle."""
+    import torch
+
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(torch.device(device)))
+    return event

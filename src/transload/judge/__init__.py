@@ -10,29 +10,12 @@ from transload.checkpoint import PROGRAMS, Checkpoint
 from transload.contents import GlobalUse, Judgement
 from transload.findings import INTEGRITY, Finding, Integrity, Safety, first_lines, quoted, worst_safety
 from transload.frozen import replace
-from transload.io.sources import SourceLike
 from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
 
-__all__ = ["inspect", "integrity_of", "judge"]
+__all__ = ["integrity_of", "judge"]
 
 _NOT_LOADED = PROGRAMS | {"dcp", "deepspeed", "megatron"}
 _SHOWN = 8
-
-
-def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
-    """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
-
-    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte
-    and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
-    never an exception.
-
-    >>> inspect(b"<html>").integrity
-    'not-a-checkpoint'
-    """
-    from transload.formats import gc_paused, read
-
-    with gc_paused():
-        return judge(read(f, verify=verify))
 
 
 def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:

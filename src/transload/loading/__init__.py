@@ -1,6 +1,6 @@
 """``transload.load``: loads any checkpoint onto the devices of this machine, with the result ``torch.load`` would give.
 
-A load takes these steps: open and judge the file (``tensors``), refuse what must not be loaded (``refusal``), plan
+A load takes these steps: open and judge the file (``opening``), refuse what must not be loaded (``refusal``), plan
 where everything goes (``placement``), read the storages (``read_storages`` below; few bytes by ``jobs``, many by
 ``engine``), and build the objects over them (``build``; ``trusted`` with ``weights_only=False``).
 """
@@ -33,7 +33,9 @@ from transload.frozen import NamedTuple
 from transload.io.memory import memory_at
 from transload.io.sources import FileSource, Progress, Source, SourceLike
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
-from transload.loading.jobs import (
+from transload.loading.placement import DeviceMap, plan_here
+from transload.opening import CheckpointFile, OpenCheckpoint
+from transload.opening.jobs import (
     FEW_BYTES,
     SLOT_PAIR,
     AddressOf,
@@ -47,13 +49,11 @@ from transload.loading.jobs import (
     can_read_to,
     jobs,
 )
-from transload.loading.placement import DeviceMap, plan_here
-from transload.tensors import OpenCheckpoint, Piece
 
 if TYPE_CHECKING:
     import torch
 
-    from transload.tensors.content import Content
+    from transload.opening.elements import ElementReader
 
 __all__ = ["load"]
 
@@ -155,9 +155,9 @@ def load(
 
                     make = partial(load_trusted, pickle_module=pickle_module, **pickle_load_args)
                 if trusted and checkpoint.format in ("torchscript", "torch-export"):
-                    made = load_program(opened.pieces[0], device_map.device)
+                    made = load_program(opened.files[0], device_map.device)
                 else:
-                    made = _each_piece(opened, device_map, options, make)
+                    made = _each_file(opened, device_map, options, make)
             except Malformed:
                 if checkpoint.counted:
                     continue  # with the tree, which has the names for the error
@@ -226,7 +226,7 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
     return Settings(threads, None if pinned_mb is None else pinned_mb << 20, direct)
 
 
-def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Callable[..., Any]) -> Any:
+def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Callable[..., Any]) -> Any:
     """The object of the only piece, or the dictionaries of all shards merged."""
     import torch
 
@@ -238,10 +238,10 @@ def _each_piece(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOpti
     try:
         if has_state:
             state.map_location = device_map.locations or None
-        for piece in opened.pieces:
-            storages = read_storages(piece, device_map, options)
-            plain = piece.checkpoint.format in ("safetensors", "gguf", "npz", "npy")
-            made.append(plain_tensors(piece, storages, device_map) if plain else make(piece, storages, device_map))
+        for file in opened.files:
+            storages = read_storages(file, device_map, options)
+            plain = file.checkpoint.format in ("safetensors", "gguf", "npz", "npy")
+            made.append(plain_tensors(file, storages, device_map) if plain else make(file, storages, device_map))
     finally:
         if has_state:
             state.map_location = before
@@ -281,10 +281,10 @@ class ReadOptions(NamedTuple):
     settings: Settings = Settings()
 
 
-def read_storages(piece: Piece, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
+def read_storages(file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
     """Read every storage of a checkpoint to its device; return them by id."""
-    reader = _Reader(piece, device_map, options)
-    storages = piece.checkpoint.storages
+    reader = _Reader(file, device_map, options)
+    storages = file.checkpoint.storages
     together = reader.together(storages)
     if len(together) == len(storages):
         return together
@@ -302,7 +302,7 @@ def read_ranges(
     """Call ``engine.read_ranges``, or read few bytes for host memory in this thread, without importing the engine."""
     few = sum([request[2] for request in requests]) < FEW_BYTES
     if not few or settings != Settings() or {request[3] for request in requests} != {"cpu"}:
-        from transload.loading.engine import read_ranges
+        from transload.opening.engine import read_ranges
 
         read_ranges(sources, requests, address_of, settings, report_progress, checksums)
         return
@@ -318,21 +318,21 @@ def read_ranges(
 
 
 class _Reader:
-    def __init__(self, piece: Piece, device_map: DeviceMap, options: ReadOptions) -> None:
+    def __init__(self, file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> None:
         import torch
 
         self._torch = torch
         self._new = torch.UntypedStorage  # looked up once, not for each tensor
-        self._piece = piece
+        self._file = file
         self._device_map = device_map
         self._options = options
         self._faked = is_fake_mode()
         # torch.serialization.skip_data: storages are allocated, but not read.
         self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
         self._map: torch.UntypedStorage | None = None
-        source = piece.open("") if options.mapped and piece.path else None
+        source = file.open("") if options.mapped and file.path else None
         # The path may lead to another file by now.
-        if isinstance(source, FileSource) and source.size and source.is_same_file(piece.path):
+        if isinstance(source, FileSource) and source.size and source.is_same_file(file.path):
             # Whether the program has set torch's mmap options so that writes go to the file.
             mmap_options = getattr(torch.serialization, "get_default_mmap_options", None)
             shared = False
@@ -342,21 +342,21 @@ class _Reader:
                 shared = bool(mmap_options() == MAP_SHARED)
             # Mapping fails without mmap or address space, or if the file was just truncated: reading reports which.
             with suppress(RuntimeError):
-                self._map = torch.UntypedStorage.from_file(piece.path, shared, source.size)
+                self._map = torch.UntypedStorage.from_file(file.path, shared, source.size)
         # The byte order if the archive does not say: little, unless the program has set another default in torch.
         self._big_endian = False
         default_order = getattr(torch.serialization, "get_default_load_endianness", None)
-        is_unstated = piece.checkpoint.format == "torch-zip" and "byteorder" not in dict(piece.checkpoint.facts)
+        is_unstated = file.checkpoint.format == "torch-zip" and "byteorder" not in dict(file.checkpoint.facts)
         if is_unstated and default_order is not None:
             default = default_order()
             named = "little" if default is None else str(default.name).lower()
             self._big_endian = (sys.byteorder if named == "native" else named) == "big"
 
     @cached_property
-    def _content(self) -> Content:
-        from transload.tensors.content import Content
+    def _content(self) -> ElementReader:
+        from transload.opening.elements import ElementReader
 
-        return Content(self._piece.checkpoint, self._piece.open)
+        return ElementReader(self._file.checkpoint, self._file.open)
 
     def together(self, storages: Sequence[Storage]) -> dict[str, torch.UntypedStorage]:
         """Read all storages that have the same bytes in the file as in memory, in one call; return them by id."""
@@ -387,7 +387,7 @@ class _Reader:
                 packed = self._content.unpacked(storage) if storage.compressed else None
                 if storage.compressed and (packed is None or packed.size != storage.nbytes):
                     raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
-                sources.append(packed or self._piece.open(storage.file))
+                sources.append(packed or self._file.open(storage.file))
             where = numbers[storage.file], storage.offset or 0, storage.nbytes, devices[storage.device]
             requests.append(_new(ReadRequest, where))
         targets: dict[int, torch.UntypedStorage] = {}
@@ -446,30 +446,30 @@ class _Reader:
     @cached_property
     def _dtypes(self) -> dict[str | None, str]:
         """The dtype of the first tensor of each storage, since storage classes lack the newer dtypes."""
-        tensors = [part for tensor in self._piece.checkpoint.tensors for part in with_parts(tensor)]
+        tensors = [part for tensor in self._file.checkpoint.tensors for part in with_parts(tensor)]
         return {tensor.storage: tensor.dtype for tensor in reversed(tensors)}
 
     def _empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
         try:
             return self._new(storage.nbytes) if device == "cpu" else self._new(storage.nbytes, device=device)
         except RuntimeError as error:
-            what = f"there is no memory for {_named(self._piece, storage)}: {storage.nbytes:,} bytes"
+            what = f"there is no memory for {_named(self._file, storage)}: {storage.nbytes:,} bytes"
             fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
-            raise DoesNotFitError(what, where=self._piece.checkpoint.path, fix=fix) from error
+            raise DoesNotFitError(what, where=self._file.checkpoint.path, fix=fix) from error
 
     def _check_sum(self, storage: Storage, value: int) -> None:
         if storage.crc32 is not None and value != storage.crc32:
             raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "have changed")
 
     def _lost(self, storage: Storage, detail: str, how: str = "are incomplete") -> BrokenFileError:
-        what = f"the bytes of {_named(self._piece, storage)} {how}: {detail}"
-        return BrokenFileError(what, where=self._piece.checkpoint.path, fix=_AGAIN)
+        what = f"the bytes of {_named(self._file, storage)} {how}: {detail}"
+        return BrokenFileError(what, where=self._file.checkpoint.path, fix=_AGAIN)
 
 
-def _named(piece: Piece, storage: Storage) -> str:
+def _named(file: CheckpointFile, storage: Storage) -> str:
     names = storage.tensors
-    for pickle in piece.checkpoint.pickles if piece.checkpoint.counted else ():  # its tensors were only counted
-        from transload.formats.tensors import StorageTable, find_tensors
+    for pickle in file.checkpoint.pickles if file.checkpoint.counted else ():  # its tensors were only counted
+        from transload.formats.graph import StorageTable, find_tensors
 
         found = find_tensors(pickle.root, StorageTable()).storages
         names = next((each.tensors for each in found if each.key == storage.key), names)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from transload.checkpoint import Storage
     from transload.loading.placement import DeviceMap
-    from transload.loading.rebuild import Rebuilder
-    from transload.tensors import Piece
+    from transload.loading.rebuild_tensors import Rebuilder
+    from transload.opening import CheckpointFile
 
 _Steps = Generator[Any, list[Any], None]
 """Makes one object: yields the nodes it needs, and is sent their objects."""
@@ -51,7 +51,7 @@ _ODD: dict[type, str] = {
 
 
 def build_object(
-    piece: Piece,
+    file: CheckpointFile,
     storages: dict[str, torch.UntypedStorage],
     device_map: DeviceMap,
     encoding: str = "utf-8",
@@ -61,12 +61,12 @@ def build_object(
 
     ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that is not allowed.
     """
-    pickle = pickle or next((pickle for pickle in piece.checkpoint.pickles if pickle.main), None)
+    pickle = pickle or next((pickle for pickle in file.checkpoint.pickles if pickle.main), None)
     if pickle is None:
-        raise LoadError("there is no object in it", where=piece.checkpoint.path)
-    where = f"{piece.checkpoint.path} › {pickle.name}" if pickle.name else piece.checkpoint.path
+        raise LoadError("there is no object in it", where=file.checkpoint.path)
+    where = f"{file.checkpoint.path} › {pickle.name}" if pickle.name else file.checkpoint.path
     try:
-        return _Builder(piece, pickle, storages, device_map, encoding).run()
+        return _Builder(file, pickle, storages, device_map, encoding).run()
     except TransloadError as error:
         position = error.position if isinstance(error, Malformed) else None
         error.where = error.where or (where if position is None else f"{where} › byte {position}")
@@ -86,29 +86,29 @@ class _Builder:
 
     def __init__(
         self,
-        piece: Piece,
+        file: CheckpointFile,
         pickle: Pickle,
         storages: dict[str, torch.UntypedStorage],
         device_map: DeviceMap,
         encoding: str,
     ) -> None:
         self.made: dict[int, Any] = {}
-        self._piece = piece
+        self._file = file
         self._device_map = device_map
         self._encoding = encoding
         self._pickle = pickle
         # In a pickle of Python 2, bytes are text that is not UTF-8. Any other encoding applies to all of its text.
         self._texts = frozenset() if encoding == "utf-8" else pickle.python2_texts
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
-        self._known = entries(piece.checkpoint.storages, storages, device_map)
+        self._known = entries(file.checkpoint.storages, storages, device_map)
         self._names = {node: _name_of(node) for node in pickle.globals.values()}
         self._make_ordinary = ordinary(self._known, self.made, self._names)
 
     @cached_property
     def _rebuilder(self) -> Rebuilder:
-        from transload.loading.rebuild import Rebuilder
+        from transload.loading.rebuild_tensors import Rebuilder
 
-        return Rebuilder(self._piece, self._known, self._device_map, fake=is_fake_mode())
+        return Rebuilder(self._file, self._known, self._device_map, fake=is_fake_mode())
 
     def run(self) -> Any:
         """Build the root and everything it refers to; ``Malformed`` if that is not possible."""
@@ -181,7 +181,7 @@ class _Builder:
         elif kind is tuple:
             made[ident] = node if all(type(child) in self._atoms for child in node) else tuple((yield node))
         elif kind is Set:
-            from transload.loading.rebuild import value_of
+            from transload.loading.rebuild_tensors import value_of
 
             if node.frozen:
                 made[ident] = value_of("builtins.frozenset", ((yield node.items),))
@@ -220,7 +220,7 @@ class _Builder:
 
             value = plain_value(node.callee) if node.kind == "reduce" else ""
             if value:
-                from transload.loading.rebuild import value_of
+                from transload.loading.rebuild_tensors import value_of
 
                 made = value_of(value, tuple((yield node.args)))
             else:  # look up what is called first
@@ -301,11 +301,13 @@ def _set_items(into: Any, values: list[Any]) -> None:
         raise Malformed(f"a key that cannot be in a dictionary: {error}") from error
 
 
-def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap) -> dict[str, Any]:
+def plain_tensors(
+    file: CheckpointFile, storages: dict[str, torch.UntypedStorage], device_map: DeviceMap
+) -> dict[str, Any]:
     """The tensors, by name, of a file that holds nothing but tensors."""
     import torch
 
-    checkpoint = piece.checkpoint
+    checkpoint = file.checkpoint
     known: dict[Any, Entry] = entries(checkpoint.storages, storages, device_map)
     made: dict[str, Any] = {}
     for tensor in checkpoint.tensors:
@@ -323,9 +325,9 @@ def plain_tensors(piece: Piece, storages: dict[str, torch.UntypedStorage], devic
             raise LoadError(what, where=where, fix="A newer torch may have it.")
         if entry is None:
             raise BrokenFileError("its bytes are not in the file", where=where)
-        from transload.loading.rebuild import Rebuilder
+        from transload.loading.rebuild_tensors import Rebuilder
 
-        rebuilder = Rebuilder(piece, known, device_map, fake=is_fake_mode())
+        rebuilder = Rebuilder(file, known, device_map, fake=is_fake_mode())
         try:
             made[tensor.name] = rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
         except Malformed as error:

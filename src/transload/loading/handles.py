@@ -1,8 +1,8 @@
 """``transload.open``: the tensors of a checkpoint, read one by one when they are asked for.
 
-``Handle`` is what users see. ``Opened.read`` makes a tensor, ``Opened.fill`` reads into an existing one; both read
-``Elements``, which say where a strided tensor's bytes are. Other tensors are made from their parts, or as ``load``
-would make them (``build_node``). ``load_into`` uses the same methods.
+``Handle`` is what users see. ``TensorReader.read`` makes a tensor, ``TensorReader.fill`` reads into an existing one;
+both read ``Elements``, which say where a strided tensor's bytes are. Other tensors are made from their parts, or as
+``load`` would make them (``build_node``). ``load_into`` uses the same methods.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import proxy
 
 from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
 from transload.errors import (
@@ -28,7 +27,6 @@ from transload.errors import (
     UsageError,
     warn,
 )
-from transload.formats import gc_paused
 from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
@@ -37,11 +35,11 @@ from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading import ReadOptions, read_ranges, read_storages
 from transload.loading.build import build_object, is_fake_mode
-from transload.loading.jobs import ReadRequest, Settings, ShortReadError, can_read_to
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
-from transload.tensors import OpenCheckpoint, Piece
-from transload.tensors.content import Content, Elements, MissingBytesError, View, box_of, boxes, is_covered
+from transload.opening import CheckpointFile, OpenCheckpoint
+from transload.opening.elements import Elements, MissingBytesError, View, box_of, boxes, is_covered
+from transload.opening.jobs import ReadRequest, Settings, ShortReadError, can_read_to
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +80,7 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if dtype is not None and not isinstance(found, torch.dtype):
         raise UsageError(f"{dtype!r} is not a dtype", fix="Pass one of torch's, such as torch.bfloat16.")
-    opened = Opened(f, device)
+    opened = TensorReader(f, device)
     try:
         if not (isinstance(device, str) and device == "auto"):
             opened.device_map  # noqa: B018 - which fails now, as in load, if a device is missing
@@ -100,7 +98,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
     copies, without gradients. Reading from several threads is safe.
     """
 
-    def __init__(self, opened: Opened, dtype: torch.dtype | None) -> None:
+    def __init__(self, opened: TensorReader, dtype: torch.dtype | None) -> None:
         self._opened = opened
         self._dtype = dtype
         self._names: dict[str, Tensor] = {}
@@ -125,9 +123,9 @@ class Handle(Mapping[str, "torch.Tensor"]):
         opened, checkpoint = self._opened, self.checkpoint
         opened.check_open()
         out: dict[str, Any] = header_values(opened.file()) if checkpoint.format == "gguf" else {}
-        for name, part in opened.parts:  # all shards together
-            if part.format == "safetensors":
-                out |= header_metadata(opened.file(name))
+        for file in opened.files:  # all shards together
+            if file.checkpoint.format == "safetensors":
+                out |= header_metadata(opened.file(file.name))
         for leaf in checkpoint.leaves:
             if leaf.name in out:
                 continue
@@ -240,7 +238,7 @@ class Lazy:
         return f"<{self._tensor.name or 'tensor'}: {self.dtype} {list(self.shape)}, not read>"
 
 
-class Opened(OpenCheckpoint):
+class TensorReader(OpenCheckpoint):
     """An open checkpoint whose tensors are read one by one, from a path, bytes or a file object.
 
     ``map_location`` is as for ``transload.load``; the plan is made when first needed. Memory is not checked, since
@@ -249,8 +247,7 @@ class Opened(OpenCheckpoint):
     """
 
     def __init__(self, f: SourceLike, map_location: Any) -> None:
-        with gc_paused():
-            super().__init__(f)
+        super().__init__(f)
         self._map_location = map_location
         self._warning = ""
         if self.checkpoint.integrity == "not-a-checkpoint" or not self.checkpoint.tensors:
@@ -274,12 +271,6 @@ class Opened(OpenCheckpoint):
         plan = plan_here(self.checkpoint, self._map_location, 0, "device")
         self._warning = plan.warning
         return DeviceMap(plan, self._map_location, self.checkpoint.path)
-
-    @cached_property
-    def content(self) -> Content:
-        """The elements of its tensors."""
-        weak = proxy(self)  # a reference cycle would keep the file open until the garbage collector runs
-        return Content(self.checkpoint, lambda name: weak.file(name))  # noqa: PLW0108 - weak.file is a strong reference
 
     def read(
         self, tensor: Tensor, index: Index = (), device: str | torch.device = "cpu", dtype: torch.dtype | None = None
@@ -433,7 +424,7 @@ class Opened(OpenCheckpoint):
             part = whole[tuple(steps)]
             view = View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
         try:
-            return self.content.elements(tensor, view), dtype
+            return self.elements.elements(tensor, view), dtype
         except ContentError as error:
             raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
 
@@ -489,11 +480,11 @@ class Opened(OpenCheckpoint):
         return f"{self.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
-def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) -> Any:
+def build_node(file: CheckpointFile, node: object, device_map: DeviceMap | None = None) -> Any:
     """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
     from transload.loading.refusal import Allowed
 
-    main = next(pickle for pickle in piece.checkpoint.pickles if pickle.main)
+    main = next(pickle for pickle in file.checkpoint.pickles if pickle.main)
     nodes = list(walk_nodes([node]))
     names = {id(each) for each in nodes if type(each) is Global}
     ids = [each.id for each in nodes if type(each) is Persistent]
@@ -505,10 +496,10 @@ def build_node(piece: Piece, node: object, device_map: DeviceMap | None = None) 
     if refused:
         what = f"it is made by {', '.join(refused)}, which is not allowed"
         fix = "transload.load(path, weights_only=False) builds it, if you trust the author of the file."
-        raise UnsafeError(what, where=piece.checkpoint.path, fix=fix)
-    device_map = device_map or DeviceMap(plan_here(piece.checkpoint, "cpu", 0), "cpu", piece.checkpoint.path)
-    storages = tuple(storage for storage in piece.checkpoint.storages if storage.key in keys)
-    alone = replace(piece, checkpoint=replace(piece.checkpoint, storages=storages))
+        raise UnsafeError(what, where=file.checkpoint.path, fix=fix)
+    device_map = device_map or DeviceMap(plan_here(file.checkpoint, "cpu", 0), "cpu", file.checkpoint.path)
+    storages = tuple(storage for storage in file.checkpoint.storages if storage.key in keys)
+    alone = replace(file, checkpoint=replace(file.checkpoint, storages=storages))
     return build_object(alone, read_storages(alone, device_map, ReadOptions()), device_map, pickle=part)
 
 

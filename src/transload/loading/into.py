@@ -22,12 +22,12 @@ from transload.findings import join_names
 from transload.formats import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
-from transload.loading.handles import Opened, build_node
-from transload.loading.jobs import Settings
+from transload.loading.handles import TensorReader, build_node
 from transload.nodes import Call, Dict
+from transload.opening import CheckpointFile
+from transload.opening.elements import is_constant
+from transload.opening.jobs import Settings
 from transload.render.words import plural
-from transload.tensors import Piece
-from transload.tensors.content import is_constant
 
 if TYPE_CHECKING:
     import torch
@@ -132,7 +132,7 @@ def load_into(
         fix = "For a dictionary of tensors there is transload.load."
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
     user_rename = None if rename is None else cache(key_function(rename))
-    opened = Opened(f, "auto" if device is None else device)
+    opened = TensorReader(f, "auto" if device is None else device)
     with opened:
         with gc_paused():
             loading = _Loading(model, opened, prefix, user_rename, cast=cast, ignore_shapes=ignore_mismatched_sizes)
@@ -441,7 +441,7 @@ def _slots(model: torch.nn.Module) -> dict[str, _Slot]:
 class _Unbuilt(NamedTuple):
     """A value that is built when it is needed: its file, and its node there."""
 
-    piece: Piece
+    file: CheckpointFile
     node: object
 
 
@@ -451,7 +451,7 @@ class _LazyStateDict(UserDict[str, Any]):
     With ``lands``, tensors are read onto the devices they go to, since they become the parameters themselves.
     """
 
-    def __init__(self, entries: dict[str, Any], opened: Opened) -> None:
+    def __init__(self, entries: dict[str, Any], opened: TensorReader) -> None:
         self.data = entries
         self.lands = False
         self._opened = opened
@@ -459,7 +459,7 @@ class _LazyStateDict(UserDict[str, Any]):
     def __getitem__(self, key: str) -> Any:
         value = self.data[key]
         if isinstance(value, _Unbuilt):
-            return build_node(value.piece, value.node, self._opened.device_map)
+            return build_node(value.file, value.node, self._opened.device_map)
         if not isinstance(value, Tensor):
             return value
         return self._opened.read(value, device=self._opened.device(value.device) if self.lands else "cpu")
@@ -563,7 +563,7 @@ class _Loading:
     def __init__(
         self,
         model: torch.nn.Module,
-        opened: Opened,
+        opened: TensorReader,
         prefix: str | None,
         user_rename: KeyFunction | None = None,
         *,
@@ -638,7 +638,7 @@ class _Loading:
                     tasks[id(slot.tensor)] = _Task(key, match.tensors[key], part, places[id(slot.tensor)])
 
         def place(task: _Task) -> tuple[str, int, int]:
-            storage = opened.content.storage(task.tensor)
+            storage = opened.elements.storage(task.tensor)
             return storage.file if storage else "", task.tensor.file_offset or 0, task.tensor.offset
 
         self._tasks = sorted((task for task in tasks.values() if not task.key.startswith(custom)), key=place)

@@ -19,7 +19,7 @@ from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canoni
 from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import DO_NOT_LOAD, finds_plain_values, full_name, judge_pickles, safe_globals_lines
 from transload.nodes import Global, Pickle
-from transload.tensors import OpenCheckpoint
+from transload.opening import OpenCheckpoint
 
 _BLOCKED = frozenset({"sys", "os", "posix", "nt", "builtins.eval", "builtins.exec"})
 """Never allowed, even if the program allows them (torch/_weights_only_unpickler.py, and two more)."""
@@ -179,7 +179,7 @@ def leave_out(opened: OpenCheckpoint) -> None:
     if checkpoint is opened.checkpoint:
         return
     opened.checkpoint = checkpoint
-    opened.pieces = tuple(replace(piece, checkpoint=opened.checkpoint) for piece in opened.pieces)
+    opened.files = tuple(replace(file, checkpoint=opened.checkpoint) for file in opened.files)
 
 
 def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:

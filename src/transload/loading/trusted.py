@@ -24,9 +24,9 @@ from transload.formats.pickle_state import LOADER
 from transload.io.sources import Source
 from transload.loading.build import entries
 from transload.loading.placement import DeviceMap
-from transload.loading.rebuild import Rebuilder, sparse_tensor
+from transload.loading.rebuild_tensors import Rebuilder, sparse_tensor
 from transload.nodes import REBUILDS, Persistent
-from transload.tensors import Piece
+from transload.opening import CheckpointFile
 
 if TYPE_CHECKING:
     import torch
@@ -135,27 +135,27 @@ def _imported(find: Callable[[str, str], Any], module: str, name: str) -> Any:
         raise MissingClassError(what, fix=fix) from error
 
 
-def load_program(piece: Piece, device_of: DeviceOf) -> Any:
+def load_program(file: CheckpointFile, device_of: DeviceOf) -> Any:
     """What ``torch.jit.load`` or ``torch.export.load`` makes of a program, with its tensors where ``device_of`` says.
 
     Any error of torch becomes a ``LoadError`` with the first of its many lines and a fix.
     """
     import torch
 
-    checkpoint, is_script = piece.checkpoint, piece.checkpoint.format == "torchscript"
-    if piece.index:
+    checkpoint, is_script = file.checkpoint, file.checkpoint.format == "torchscript"
+    if file.index:
         fix = "Zip the folder itself, without compression, and load the archive."
         raise LoadError("this program is unpacked", where=checkpoint.path, fix=fix)
     try:
         if not is_script:
-            return _load_exported(piece, device_of)
+            return _load_exported(file, device_of)
         # torch moves the tensors of a script all together or not at all: if some go to another device, all go to the
         # accelerator among the destinations. Devices named in the code stay as they are.
         devices = {use.device: device_of(use.device) for use in checkpoint.devices}
         target = None  # each stays where it was
         if any(tag != device for tag, device in devices.items()):
             target = next((device for device in devices.values() if device != "cpu"), "cpu")
-        return torch.jit.load(piece.path or as_file(piece.open("")), map_location=target)
+        return torch.jit.load(file.path or as_file(file.open("")), map_location=target)
     except TransloadError:
         raise
     except Exception as error:
@@ -171,7 +171,7 @@ def load_program(piece: Piece, device_of: DeviceOf) -> Any:
         raise LoadError(what, where=checkpoint.path, fix=fix) from error
 
 
-def _load_exported(piece: Piece, device_of: DeviceOf) -> Any:
+def _load_exported(file: CheckpointFile, device_of: DeviceOf) -> Any:
     """What ``torch.export.load`` makes of a file, as if it had been exported on the devices ``device_of`` gives.
 
     ``torch.export.load`` has no ``map_location``, and fails if a device is absent. So if anything moves, devices are
@@ -182,8 +182,8 @@ def _load_exported(piece: Piece, device_of: DeviceOf) -> Any:
 
     import torch
 
-    devices = {use.device: device_of(use.device) for use in piece.checkpoint.devices}
-    source = piece.open("")
+    devices = {use.device: device_of(use.device) for use in file.checkpoint.devices}
+    source = file.open("")
 
     def note(device: str) -> str:
         return devices.setdefault(device, device_of(device))
@@ -196,7 +196,7 @@ def _load_exported(piece: Piece, device_of: DeviceOf) -> Any:
         parsed = {name: json.loads(data) for name, data in named.items() if not data.startswith(_ZIP)}
         moved = {name: _moved_json(value, note) for name, value in parsed.items()}
         if all(tag == device for tag, device in devices.items()):
-            return torch.export.load(piece.path if piece.path.endswith(".pt2") else as_file(source))
+            return torch.export.load(file.path if file.path.endswith(".pt2") else as_file(source))
         out = io.BytesIO()
         with ZipFile(out, "w") as new:
             for name in old.namelist():
@@ -233,7 +233,7 @@ def _moved_json(value: Any, device_of: DeviceOf) -> Any:
 
 
 def load_trusted(
-    piece: Piece,
+    file: CheckpointFile,
     storages: dict[str, torch.UntypedStorage],
     device_map: DeviceMap,
     pickle_module: Any = None,
@@ -256,20 +256,20 @@ def load_trusted(
         getattr(torch.serialization, "_check_dill_version", bool)(pickle_module)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    kind, checkpoint, path = unpickler_of(pickle_module or pickle), piece.checkpoint, piece.checkpoint.path
-    source = piece.open(piece.index)  # the pickle of an unpacked archive, else the file
+    kind, checkpoint, path = unpickler_of(pickle_module or pickle), file.checkpoint, file.checkpoint.path
+    source = file.open(file.index)  # the pickle of an unpacked archive, else the file
     load_from_bytes: Callable[[bytes], Any] | None = None
     tar = checkpoint.format == "torch-tar"
 
     def find(pid: Any) -> Any:
         """What an id names: a storage, a class with its source, or in a tar archive a tensor."""
         if isinstance(pid, tuple) and (tar or pid[0] in ("module", b"module")):
-            cls, file, code = pid if tar else pid[1:]
+            cls, place, code = pid if tar else pid[1:]
             try:
                 here = inspect.getsource(cls)
             except (OSError, TypeError):
                 here = code
-            if file and code and here != code:  # torch warns, too
+            if place and code and here != code:  # torch warns, too
                 text = f"source code of class '{torch.typename(cls)}' has changed since the file was saved"
                 warnings.warn(text, torch.serialization.SourceChangeWarning, stacklevel=2)
             return cls
@@ -277,9 +277,9 @@ def load_trusted(
             raise Malformed(f"a persistent id of unknown kind: {pid[0]!r}")
         return rebuilder.persistent(Persistent(pid, 0))
 
-    def unpickled(file: Any, persistent: Callable[[Any], Any] | None = None) -> Any:
-        """Load one pickle, and leave the file at its end."""
-        unpickler = kind(file, **{"encoding": "utf-8", **arguments})
+    def unpickled(stream: Any, persistent: Callable[[Any], Any] | None = None) -> Any:
+        """Load one pickle, and leave the stream at its end."""
+        unpickler = kind(stream, **{"encoding": "utf-8", **arguments})
         unpickler.device_of = device_map.device
         unpickler.load_from_bytes = load_from_bytes
         if persistent is not None:
@@ -288,16 +288,16 @@ def load_trusted(
 
     try:
         known = entries(checkpoint.storages, storages, device_map)
-        rebuilder = Rebuilder(piece, known, device_map, fake=False)
+        rebuilder = Rebuilder(file, known, device_map, fake=False)
         if tar:
             from transload.formats.torch_legacy import TarReader
 
             return unpickled(as_file(TarReader(source).found["pickle"]), find)
         if checkpoint.format == "torch-legacy":
-            file = as_file(source)
+            stream = as_file(source)
             for _ in range(3):  # skip the magic number, the protocol version and the system info
-                unpickled(file)
-            return unpickled(file, find)
+                unpickled(stream)
+            return unpickled(stream, find)
         if checkpoint.format == "pickle":
             main = checkpoint.pickles[0]
             if main.raw:  # pickle cannot read joblib's arrays, but the same calls in protocol 5

@@ -172,8 +172,8 @@ def _load(real: Any, f: Any, map_location: Any = None, *args: Any, **kwargs: Any
     """``torch.jit.load``, which does not use the registry of ``torch.load``: one device for the whole file."""
     wanted = map_location
     if wanted is None and isinstance(f, str | os.PathLike) and os.path.isfile(f):
-        from transload.judge import inspect
         from transload.loading.placement import tags_of
+        from transload.opening import inspect
 
         wanted = next(filter(is_missing, tags_of(inspect(f))), None)
     return real(f, substitute(wanted), *args, **kwargs)

@@ -575,7 +575,7 @@ def _children(node: Any) -> list[_Child]:
         return _counted(node.items)
     if kind is not Call:
         return []
-    # Containers among the arguments, then what was put into the object; with paths as in ``formats.tensors``.
+    # Containers among the arguments, then what was put into the object; with paths as in ``formats.graph``.
     out: list[_Child] = []
     callee = _callee(node)
     if type(node.args) is tuple and not callee.startswith("_rebuild_"):

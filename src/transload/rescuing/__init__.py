@@ -27,19 +27,22 @@ from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import join_names, quoted, rescue_command
 from transload.formats import gc_paused, pickle_machine, read_source
+from transload.formats.graph import Locate, StorageTable, Tree, declared_storages, find_tensors
 from transload.formats.pickle_streams import run_at
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.plain_pickle import holds_tensors
 from transload.formats.safetensors import FIELDS, PREFIX
-from transload.formats.tensors import Locate, StorageTable, Tree, declared_storages, find_tensors
 from transload.frozen import Frozen, NamedTuple, Reported, replace
 from transload.io.atomic import AtomicFile, refuse_missing_directory, refuse_name
 from transload.io.packed import Assembly, SourceRange
 from transload.io.pool import progress_counter
 from transload.io.sources import Progress, Source, SourceLike, open_source
-from transload.judge import inspect, judge
+from transload.judge import judge
 from transload.judge.problems import SETS, rule_of
 from transload.nodes import REBUILDS, Call, Dict, called, walk_nodes
+from transload.opening import OpenCheckpoint, inspect
+from transload.opening.damage import Key, damages, key_of, records_of, sum_records
+from transload.opening.elements import ElementReader
 from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import path_text, plural, printable, size
 from transload.rescuing.archive import (
@@ -62,8 +65,6 @@ from transload.rescuing.archive import (
 from transload.rescuing.bitflips import Claim, Repair, check_records
 from transload.rescuing.damaged_index import Unread, is_ordered, read_damaged_index
 from transload.rescuing.recover import journal_undone, recover, unwrapped
-from transload.tensors.content import Content, open_content
-from transload.tensors.damage import Key, damages, key_of, records_of, sum_records
 from transload.writing.output import Bundle, begins_with, refuse_existing
 from transload.writing.to_torch import TensorCalls
 
@@ -93,7 +94,7 @@ class TensorOutcome(NamedTuple):
 class Rescue(Frozen, Reported):
     """What became of a damaged file, by tensor.
 
-    ``tensors`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other
+    ``opening`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other
     parts of it that are lost. ``mends`` are the bytes that were repaired. ``how`` is what was written, or would be:
     ``exact`` (as far as is known, byte for byte the file that was saved), ``rebuilt`` (everything, in a new layout),
     ``filled``, ``left-out``, ``weights`` (a program's tensors, as a dictionary), or ``nothing``. ``notes`` say what
@@ -391,10 +392,10 @@ _UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long"
 
 def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: Progress) -> Rescue:
     """Rescue a checkpoint of several files, given its directory or index."""
-    with open_content(path) as content:
-        checkpoint = content.checkpoint
-        every = records_of(content)
-        bad = sum_records(content, every)
+    with OpenCheckpoint(path) as opened:
+        reader, checkpoint = opened.elements, opened.checkpoint
+        every = records_of(reader)
+        bad = sum_records(reader, every)
         # Undo flipped bits that checksums identify.
         sources: dict[str, Source] = {}
         repairs: list[Repair] = []
@@ -402,7 +403,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         for file, records in every.items():
             damaged = [record for record in records if key_of(file, record) in bad and record.crc32 is not None]
             claims = [Claim(r.offset or 0, r.stored, r.size, r.method, (r.crc32 or 0,)) for r in damaged]
-            source = content.open_file(file)
+            source = reader.open_file(file)
             found: list[Repair] = []
             for record, verdict in zip(damaged, check_records(source, claims), strict=True):
                 if verdict.state == "mended":
@@ -416,7 +417,7 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         names += [problem.where for problem in checkpoint.problems if problem.code == "crc-mismatch"]
         # Damaged pickles, from which names and shapes were read.
         indexes = [name for name in dict.fromkeys(names) if name.endswith(".pkl")]
-        overlay = Content(checkpoint, lambda name: sources.get(name) or content.open_file(name), content.parts)
+        overlay = ElementReader(checkpoint, lambda name: sources.get(name) or reader.open_file(name), reader.files)
         # The id of a storage begins with its file, or the archive within a file. If many pickles are damaged, only the
         # first are listed: then none can be trusted, and the empty prefix matches every id.
         unnamed = any(problem.code == "crc-mismatch" and not problem.where for problem in checkpoint.problems)

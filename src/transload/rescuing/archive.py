@@ -22,9 +22,9 @@ from transload.formats.zip_writer import central_entry, descriptor, end_of_archi
 from transload.frozen import NamedTuple
 from transload.io.packed import MAX_RATIO, Assembly, SourceRange
 from transload.io.sources import BytesSource, Source
+from transload.opening.elements import Inflating
 from transload.render.words import plural
 from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
-from transload.tensors.content import Inflating
 
 _UTF8 = 0x0800
 _CHUNK = 1 << 20
@@ -574,7 +574,7 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
 def recover_directory(path: str) -> Recovered:
     """The archive that was unzipped into a directory, without checksums."""
     from transload.formats.directory import open_directory
-    from transload.tensors import ReopenedFile
+    from transload.opening import ReopenedFile
 
     opened = open_directory(path)
     files = opened.records.values()

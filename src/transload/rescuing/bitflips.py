@@ -19,7 +19,7 @@ from typing import Literal
 
 from transload.checkpoint import Record
 from transload.formats.pickle_machine import run
-from transload.formats.verify import Lost, checksums
+from transload.formats.record_checksums import Lost, checksums
 from transload.formats.zip import DEFLATED
 from transload.frozen import NamedTuple
 from transload.io.checksums import ONE, POLYNOMIAL, power, times

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import RescueError
+from transload.formats.graph import declared_storages
 from transload.formats.pickle_streams import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX, looks_like_safetensors
-from transload.formats.tensors import declared_storages
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record

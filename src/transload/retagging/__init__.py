@@ -28,9 +28,10 @@ from transload.io import journal
 from transload.io.atomic import refuse_name
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source
-from transload.judge import inspect, judge
+from transload.judge import judge
 from transload.judge.problems import command_lines
 from transload.nodes import Pickle
+from transload.opening import inspect
 from transload.render.lines import Block, Prose, Table, Words, as_text, heading, row
 from transload.render.words import path_text, plural, printable, size
 from transload.retagging.tags import edits_inside, same_but_tags, spliced, tag_edits, tag_of

@@ -24,9 +24,9 @@ from transload.checkpoint import FORMATS, Checkpoint, Record, Tensor
 from transload.dtypes import MAX_SIZE
 from transload.errors import CannotReadError, ContentError, ManifestError, TransloadError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
-from transload.formats.rebuilds import BadTensor, reach
+from transload.formats.rebuild_facts import BadTensor, reach
+from transload.formats.record_checksums import Lost, mismatch, new_problems
 from transload.formats.safetensors import header_metadata
-from transload.formats.verify import Lost, mismatch, new_problems
 from transload.frozen import Frozen, Reported
 from transload.io import pool
 from transload.io.atomic import AtomicFile, refuse_missing_directory
@@ -35,11 +35,12 @@ from transload.io.sources import FileSource, Progress, SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, rule_of
 from transload.nodes import Call, Dict, Global, Persistent
+from transload.opening import OpenCheckpoint
+from transload.opening.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
+from transload.opening.elements import Allowance, ElementReader, FileRange
 from transload.render.checkpoint import INTEGRITY, findings
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import count, path_text, plural, printable, size
-from transload.tensors.content import Allowance, Content, FileRange, open_content
-from transload.tensors.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
 
 __all__ = ["Damage", "Difference", "TensorSum", "Verification", "read_manifest", "refuse_target", "report", "several"]
 __all__ += ["verify", "write_manifest", "written"]
@@ -84,7 +85,7 @@ class Verification(Frozen, Reported):
     ``integrity`` is the verdict: ``whole`` if every record has the checksum it was saved with, ``unchecked`` if there
     are none to compare and nothing else is wrong. ``damaged`` are the tensors whose bytes are not those that were
     saved. ``checksums`` counts the records that were compared, ``unsummed`` those without a checksum; ``nbytes_read``
-    bytes were read in ``seconds``. ``sha256`` is the hash of all tensors; ``tensors`` is filled if hashes or values are
+    bytes were read in ``seconds``. ``sha256`` is the hash of all tensors; ``opening`` is filled if hashes or values are
     requested. ``manifest`` is the path of the manifest, ``differences`` what differs from it.
     """
 
@@ -157,17 +158,14 @@ def verify(
         manifest = read_manifest(os.fspath(against))
     hashes = hashes or manifest is not None
     # Tensors are listed only if hashes or values are requested, or if something is wrong and they must be named.
-    scan = result = None
-    with open_content(f, tree=hashes or values) as content:
-        number = tensor_count(content.checkpoint)
-        if number is not None:
-            scan = _Scan(content, progress, hashes=hashes, values=values)
-            if not (content.checkpoint.counted and scan.bad):
-                result = scan.verification(content, number)
-    if result is None:
-        with open_content(f) as content:
-            scan = scan or _Scan(content, progress, hashes=hashes, values=values)
-            result = scan.verification(content, len(content.checkpoint.tensors))
+    with OpenCheckpoint(f, tree=hashes or values) as opened:
+        number = tensor_count(opened.checkpoint)
+        if number is None:
+            opened.list_tensors()
+        scan = _Scan(opened.elements, progress, hashes=hashes, values=values)
+        if scan.bad:
+            opened.list_tensors()
+        result = scan.verification(opened.elements, number or len(opened.checkpoint.tensors))
     if manifest is not None:
         differences = compare(manifest.of(result.path), result.tensors)
         result = replace(result, manifest=manifest.path, differences=differences)
@@ -195,12 +193,12 @@ class _HashJob(NamedTuple):
 class _Scan:
     """Reads every byte of a checkpoint, and keeps the bad records, the tensors that failed, and the bytes read."""
 
-    def __init__(self, content: Content, progress: Progress, *, hashes: bool, values: bool) -> None:
+    def __init__(self, reader: ElementReader, progress: Progress, *, hashes: bool, values: bool) -> None:
         self._hashes, self._values = hashes, values
-        self._records = records_of(content)
+        self._records = records_of(reader)
         self._entries: list[TensorSum] = []
         self._failed: dict[str, tuple[str, str]] = {}  # tensors that could not be read, with kind and reason
-        jobs = self._plan(content) if hashes or values else []
+        jobs = self._plan(reader) if hashes or values else []
         total = sum(record.stored for records in self._records.values() for record in records)
         total += sum(job.tensor.nbytes for job in jobs if job.key is None)
         line = pool.ProgressLine(pool.terminal() if progress is True else None, "verifying", passing=True)
@@ -213,12 +211,12 @@ class _Scan:
 
         try:
             with_tensors = {job.key for job in jobs if job.key is not None}
-            self.bad = sum_records(content, self._records, with_tensors, count_bytes)
-            self._sum_tensors(content, jobs, count_bytes)
+            self.bad = sum_records(reader, self._records, with_tensors, count_bytes)
+            self._sum_tensors(reader, jobs, count_bytes)
         finally:
             line.end()
 
-    def _plan(self, content: Content) -> list[_HashJob]:
+    def _plan(self, reader: ElementReader) -> list[_HashJob]:
         """What to read: each view of a storage once. Tensors that consist of others are listed with their parts."""
         whole: dict[FileRange | None, tuple[Key | None, Record | None]] = {
             FileRange(file, record.offset or 0, record.stored): (key_of(file, record), record)
@@ -227,8 +225,8 @@ class _Scan:
             if record.size and record.crc32 is not None and not record.method
         }
         seen: dict[tuple[object, ...], _HashJob] = {}
-        allowance = Allowance(content.checkpoint)
-        for tensor, why in _leaves(content.checkpoint.tensors):
+        allowance = Allowance(reader.checkpoint)
+        for tensor, why in _leaves(reader.checkpoint.tensors):
             place = len(self._entries)
             dtype = f"{tensor.dtype} {tensor.kind}" if why else tensor.dtype
             self._entries.append(TensorSum(tensor.name, dtype, tensor.shape, 0 if why else tensor.nbytes, note=why))
@@ -243,15 +241,15 @@ class _Scan:
             except ContentError as error:
                 self._entries[place] = self._entries[place]._replace(note=error.what)
                 continue
-            seen[view] = _HashJob(tensor, [place], *whole.get(content.file_range(tensor), (None, None)))
+            seen[view] = _HashJob(tensor, [place], *whole.get(reader.file_range(tensor), (None, None)))
 
         def position(job: _HashJob) -> tuple[str, int]:
-            storage = content.storage(job.tensor)
+            storage = reader.storage(job.tensor)
             return (storage.file, job.tensor.file_offset or 0) if storage is not None else ("", 0)
 
         return sorted(seen.values(), key=position)
 
-    def _sum_tensors(self, content: Content, jobs: list[_HashJob], progress: Callable[[int], None]) -> None:
+    def _sum_tensors(self, reader: ElementReader, jobs: list[_HashJob], progress: Callable[[int], None]) -> None:
         """Do all jobs, complete the entries, and compare the checksums of records that consist of one tensor."""
         entries = self._entries
         lock = Lock()
@@ -262,7 +260,7 @@ class _Scan:
             numbers = (0, 0) if self._values and tensor.dtype in FLOATING else None
             compute, value = fastest_crc32(), 0
             try:
-                for piece in content.pieces(tensor, _PIECE):
+                for piece in reader.chunks(tensor, _PIECE):
                     if digest is not None:
                         digest.update(piece)
                     if numbers is not None:
@@ -289,12 +287,12 @@ class _Scan:
         shared = sum(job.tensor.nbytes for job in jobs if job.tensor.nbytes > _TINY)
         pool.each(jobs, lambda: do, pool.threads() if shared >= _ALONE else 1)
 
-    def verification(self, content: Content, number: int) -> Verification:
+    def verification(self, reader: ElementReader, number: int) -> Verification:
         """The verdict, with the tensors that are damaged."""
         every = [record for records in self._records.values() for record in records]
         compared = sum(record.crc32 is not None for record in every)
         unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
-        checkpoint = content.checkpoint
+        checkpoint = reader.checkpoint
         unsummed += sum(part.name.endswith(".metadata") for part in checkpoint.parts)  # torch.distributed.checkpoint
         bad = (problem.within(file) if file else problem for (file, _, _), problem in self.bad.items())
         new = tuple(new_problems(bad, checkpoint.problems))
@@ -302,14 +300,14 @@ class _Scan:
         checksummed = bool(compared) and not unsummed and not self.bad and not noted
         judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
         judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
-        broken = {name: ("broken", why) for name, why in misplaced(content).items()}
-        damaged = damages(content, self._records, self.bad, {**broken, **self._failed})
+        broken = {name: ("broken", why) for name, why in misplaced(reader).items()}
+        damaged = damages(reader, self._records, self.bad, {**broken, **self._failed})
         # {"lm_head.weight": "embed.weight"} in the metadata of a safetensors file makes the first name an alias of the
         # second: safetensors.torch.save_model writes it, load_model reads it. Each shard may list those of all shards.
         known, aliases = {entry.name: entry for entry in self._entries}, dict[str, TensorSum]()
-        for file, part in content.parts if self._hashes else ():
+        for file, part in reader.files if self._hashes else ():
             if part.format == "safetensors":
-                for alias, name in header_metadata(content.open_file(file)).items():
+                for alias, name in header_metadata(reader.open_file(file)).items():
                     if name in known and alias not in known and alias != "format":
                         aliases[alias] = known[name]._replace(name=alias)
         entries = (*self._entries, *aliases.values())

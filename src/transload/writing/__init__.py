@@ -28,9 +28,9 @@ from transload.frozen import Frozen, Reported
 from transload.io.atomic import refuse_missing_directory, remove_leftovers
 from transload.io.pool import progress_counter
 from transload.io.sources import FileSource, Progress, SourceLike
+from transload.opening.elements import ElementReader
 from transload.render.lines import Block, Prose, as_text, row
 from transload.render.words import path_text, plural, printable, size
-from transload.tensors.content import Content
 from transload.writing.objects import Leftovers, Omission
 from transload.writing.output import (
     PART,
@@ -51,7 +51,7 @@ _LEFTOVERS_START = b'{\n "from": '
 
 
 def write_content(
-    content: Content,
+    reader: ElementReader,
     dst: str,
     format_: str,
     options: Options,
@@ -75,8 +75,8 @@ def write_content(
     if format_ != "raw":
         refuse_existing(dst, overwrite=overwrite)
     with gc_paused():
-        plan = ConversionPlan(content, format_, options)
-    checkpoint = content.checkpoint
+        plan = ConversionPlan(reader, format_, options)
+    checkpoint = reader.checkpoint
     total = sum(entry.nbytes for entry in (plan.storages if format_ == "torch" else plan.entries))
     report_progress = progress_counter(progress, 2 * total if verify else total, "converting")
     source: Any = checkpoint.path if src is None else src
@@ -84,14 +84,14 @@ def write_content(
     if isinstance(source, str | os.PathLike):
         path = os.fsdecode(source)
         folder = path if os.path.isdir(path) else os.path.dirname(path)
-        names = {*(name for name, _ in content.parts), *(storage.file for storage in checkpoint.storages)}
+        names = {*(name for name, _ in reader.files), *(storage.file for storage in checkpoint.storages)}
         names |= {part.name for part in checkpoint.parts if part.kind == "index"}
         sources = file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
     else:
         with suppress(AttributeError, OSError, ValueError):
             sources = file_identity(source.fileno())
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
-        job = ConversionJob(plan.content, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
+        job = ConversionJob(plan.reader, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
         _WRITERS[format_](job, plan)
         if verify:
             check_source([*plan.entries, *plan.carried], job)
@@ -255,7 +255,7 @@ def _records(members: Iterable[_Member], job: ConversionJob) -> Iterator[NewReco
 
 def _chunks(head: bytes, entry: TargetTensor, job: ConversionJob) -> Iterator[Chunk]:
     yield from [Chunk(head)] if head else []
-    for piece in job.pieces(entry, PIECE):
+    for piece in job.chunks(entry, PIECE):
         yield Chunk(bytes(piece))  # a copy: the writer reads some pieces ahead
         job.progress(len(piece))
 

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 from transload.checkpoint import PROGRAMS, Key, Storage, Tensor
 from transload.dtypes import FROM_NUMPY
 from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
-from transload.formats.tensors import MODULE_KEYS, RECONSTRUCTORS, call_items, leaf_kind, short_key, with_slots
+from transload.formats.graph import MODULE_KEYS, RECONSTRUCTORS, call_items, leaf_kind, short_key, with_slots
 from transload.io.sources import BytesSource, Source
 from transload.nodes import REBUILDS, Call, Dict, Global, Set, called, device_text, short
-from transload.tensors.content import Content
+from transload.opening.elements import ElementReader
 
 Path = tuple[Key, ...]
 
@@ -116,7 +116,7 @@ _SEQUENCES = frozenset({"builtins.set", "__builtin__.set", "builtins.frozenset",
 class Leftovers(BoundedWalk):
     """What was dropped: ``data`` is plain data (``None`` if there is none), ``listed`` is everything else.
 
-    ``dropped`` are paths and nodes, ``tensors`` the paths of tensors, which are stored by themselves. ``versions`` is
+    ``dropped`` are paths and nodes, ``opening`` the paths of tensors, which are stored by themselves. ``versions`` is
     whether a state dict came with the versions of its modules. ``odd`` are tensors under keys that are neither strings
     nor numbers, so their names may be ambiguous.
     """
@@ -378,18 +378,18 @@ class _Search(BoundedWalk):
         self.ancestors.discard(id(node))
 
 
-def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> tuple[Content, set[Path]]:
+def with_arrays(reader: ElementReader, modules: set[Path], *, into_objects: bool) -> tuple[ElementReader, set[Path]]:
     """The source with the numpy arrays in its pickles as tensors, each named after its path; and these paths.
 
     Arrays in pickled modules are left out, since a state dict does not have them. ``into_objects`` adds those in the
     attributes of objects, and in mappings of other classes.
     """
-    checkpoint = content.checkpoint
+    checkpoint = reader.checkpoint
     main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
     named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
     # Where several shards fill one dictionary, a path does not identify the shard.
     if not named or checkpoint.format in PROGRAMS or len({pickle.path for pickle in main}) != len(main):
-        return content, set()
+        return reader, set()
     search = _Search({tensor.path for tensor in checkpoint.tensors}, modules, into_objects=into_objects)
     for pickle in main:
         search.visit(pickle.root, pickle.path, 0)
@@ -415,8 +415,8 @@ def with_arrays(content: Content, modules: set[Path], *, into_objects: bool) -> 
         return BytesSource(raw_bytes(raw[file]) or b"")
 
     def open_file(file: str) -> Source:
-        return in_memory(file) if file in raw else content.open_file(file)
+        return in_memory(file) if file in raw else reader.open_file(file)
 
     tensors, found = (*checkpoint.tensors, *added), (*checkpoint.storages, *storages.values())
     with_added = replace(checkpoint, tensors=tensors, storages=found)
-    return Content(with_added, open_file, content.parts), {tensor.path for tensor in added}
+    return ElementReader(with_added, open_file, reader.files), {tensor.path for tensor in added}

@@ -19,13 +19,13 @@ from transload.contents import PROGRAMS
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
+from transload.formats.graph import node_at
 from transload.formats.pickle_writer import dumps
 from transload.formats.safetensors import header_metadata, looks_like_safetensors
-from transload.formats.tensors import node_at
 from transload.formats.zip import starts_like_zip
 from transload.formats.zip_writer import opening_records
 from transload.nodes import Dict
-from transload.tensors.content import Allowance, Content, is_constant
+from transload.opening.elements import Allowance, ElementReader, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of, unflattened
@@ -162,13 +162,13 @@ class ConversionPlan:
     ``storages`` the bytes to write.
     """
 
-    def __init__(self, content: Content, format_: str, options: Options) -> None:
+    def __init__(self, reader: ElementReader, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
-        source, self.metadata = _with_aliases(content)
+        source, self.metadata = _with_aliases(reader)
         self._object = source.checkpoint.root
         if format_ == "torch" and source.checkpoint.format == "dcp":
             checkpoint, self._object = unflattened(source.checkpoint)
-            source = Content(checkpoint, source.open_file, source.parts)
+            source = ElementReader(checkpoint, source.open_file, source.files)
         self.entries: list[TargetTensor] = []
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
@@ -179,8 +179,8 @@ class ConversionPlan:
         self.numbers: list[str] = []
         self._modules = _module_paths(source.checkpoint.tensors)
         into_objects = format_ != "torch"  # an array inside an object cannot go into a torch zip
-        self.content, self.arrays = with_arrays(source, self._modules, into_objects=into_objects)
-        self.checkpoint = self.content.checkpoint
+        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=into_objects)
+        self.checkpoint = self.reader.checkpoint
         selected = self._select()
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
@@ -290,7 +290,7 @@ class ConversionPlan:
             else:
                 self.omitted.append(Omission(name, _CANNOT_HOLD.get(kind, f"it is {kind}"), lost=True))
         # A torch zip stores views as views and tied tensors under both names, so it writes no byte twice.
-        allowance = None if self.format == "torch" else Allowance(self.content.checkpoint)
+        allowance = None if self.format == "torch" else Allowance(self.reader.checkpoint)
         tied = self.format in ("safetensors", "raw")
         names_by_tie: dict[Any, str] = {}
         distinct = _Distinct(entry.name for entry in simple)
@@ -337,7 +337,7 @@ class ConversionPlan:
                 entry.state = True
             made = Dict([part for entry in self.placed for part in (entry.name, entry)])
             self._drop_everything(selected)
-        self.storages = lay_out(self.placed, self.content)
+        self.storages = lay_out(self.placed, self.reader)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
         expand = TargetTensor, TensorCalls(self.storages, checkpoint.storages).tensor
         self.opening = opening_records(dumps(made, expand=expand))
@@ -348,7 +348,7 @@ class ConversionPlan:
         if checkpoint.format == "gguf":
             from transload.formats.gguf import header_values
 
-            values = header_values(self.content.open_file(""))
+            values = header_values(self.reader.open_file(""))
             # With two components the path cannot be that of a tensor, which may have the name of a value.
             self.dropped.append((("gguf", "metadata"), Dict([part for pair in values.items() for part in pair])))
         main = [pickle for pickle in checkpoint.pickles if pickle.main]
@@ -423,16 +423,16 @@ def _module_paths(tensors: Iterable[Tensor]) -> set[Path]:
     return paths
 
 
-def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
+def _with_aliases(reader: ElementReader) -> tuple[ElementReader, dict[str, str]]:
     """The source with tied tensors under every name, and the rest of its metadata.
 
     A safetensors file stores every tensor once; ``save_model`` records further names in the metadata.
     """
-    checkpoint = content.checkpoint
+    checkpoint = reader.checkpoint
     metadata: dict[str, str] = {}
     if checkpoint.format in ("safetensors", "sharded", "directory"):
         for file in dict.fromkeys(storage.file for storage in checkpoint.storages):
-            source = content.open_file(file)
+            source = reader.open_file(file)
             if looks_like_safetensors(source) and not starts_like_zip(source):
                 metadata.update(header_metadata(source))
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
@@ -440,7 +440,7 @@ def _with_aliases(content: Content) -> tuple[Content, dict[str, str]]:
     tied = [by_name[kept]._replace(name=name, path=(name,)) for name, kept in names.items()]
     others = {key: value for key, value in metadata.items() if key not in names and key != "format"}
     checkpoint = replace(checkpoint, tensors=(*checkpoint.tensors, *tied))
-    return Content(checkpoint, content.open_file, content.parts), others
+    return ElementReader(checkpoint, reader.open_file, reader.files), others
 
 
 # -- notes about the target

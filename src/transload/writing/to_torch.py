@@ -17,9 +17,9 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
-from transload.formats.tensors import call_items, last_pairs, node_at, short_key
+from transload.formats.graph import call_items, last_pairs, node_at, short_key
 from transload.nodes import Call, Dict, Global, Persistent, called, storage_id
-from transload.tensors.content import Allowance, Content
+from transload.opening.elements import Allowance, ElementReader
 from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, Path, numpy_number, tensor_attributes
 from transload.writing.transfer import TargetTensor
 
@@ -277,16 +277,16 @@ def overlapping(entries: Iterable[TargetTensor]) -> Iterator[list[TargetTensor]]
         yield group
 
 
-def lay_out(entries: Iterable[TargetTensor], content: Content) -> list[TargetTensor]:
+def lay_out(entries: Iterable[TargetTensor], reader: ElementReader) -> list[TargetTensor]:
     """The storages of an object: tensors that overlap share one, every other tensor gets its own."""
-    allowance = Allowance(content.checkpoint)
+    allowance = Allowance(reader.checkpoint)
     storages: list[TargetTensor] = []
     sharing: list[TargetTensor] = []
     alone: dict[Any, int] = {}
     for entry in entries:
         if entry.call is not None:
             continue
-        tensor, storage = entry.tensor, content.storage(entry.tensor)
+        tensor, storage = entry.tensor, reader.storage(entry.tensor)
         is_plain = tensor.kind == "strided" and not tensor.flags and not entry.is_cast
         if is_plain and storage is not None and tensor.numel:
             low, high = byte_span(tensor)

@@ -21,16 +21,16 @@ from typing import Any, TypeVar
 from transload.checkpoint import Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, ConvertError, OverflowRefusedError
-from transload.formats.verify import checksums, verify_records
+from transload.formats.record_checksums import checksums, verify_records
 from transload.io.atomic import write_at
 from transload.io.checksums import combined, fastest_crc32
 from transload.io.memory import PAGE, Pages, is_equal, memory_at
 from transload.io.pool import each
 from transload.io.sources import Source, read_into
 from transload.nodes import Call
+from transload.opening.damage import records_of
+from transload.opening.elements import ElementReader, FileRange, numpy_or_none
 from transload.render.words import plural
-from transload.tensors.content import Content, FileRange, numpy_or_none
-from transload.tensors.damage import records_of
 from transload.writing.output import Bundle
 
 _T = TypeVar("_T")
@@ -77,25 +77,25 @@ class TargetTensor:
 class ConversionJob:
     """A conversion in progress. ``progress`` is called with the number of bytes that were written or compared."""
 
-    content: Content
+    reader: ElementReader
     dst: str = ""
     bundle: Bundle = field(default_factory=lambda: Bundle(overwrite=False))
     allow_inf: bool = False
     verify: bool = True
     progress: Callable[[int], None] = lambda _: None
 
-    def pieces(self, entry: TargetTensor, size: int = _PIECE) -> Iterator[Any]:
-        """The bytes, in pieces of at most ``size``, each valid until the next one is requested."""
-        pieces = self.content.pieces(entry.tensor, min(size, _CAST_PIECE) if entry.is_cast else size)
+    def chunks(self, entry: TargetTensor, size: int = _PIECE) -> Iterator[Any]:
+        """The bytes, in chunks of at most ``size``, each valid until the next one is requested."""
+        chunks = self.reader.chunks(entry.tensor, min(size, _CAST_PIECE) if entry.is_cast else size)
         if not entry.is_cast:
-            yield from pieces
+            yield from chunks
             return
-        for piece in pieces:
-            made, infinite = cast(piece, entry.tensor.dtype, entry.dtype)
+        for chunk in chunks:
+            made, infinite = cast(chunk, entry.tensor.dtype, entry.dtype)
             entry.infinite += infinite
             yield made
         if entry.infinite and not self.allow_inf:
-            values, path = f"{entry.infinite:,} of the {entry.tensor.numel:,} values", self.content.checkpoint.path
+            values, path = f"{entry.infinite:,} of the {entry.tensor.numel:,} values", self.reader.checkpoint.path
             wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
             fix = f"Choose {wider}, or add --allow-inf to store them as infinities."
             what = f"{values} of {entry.name} {'is' if entry.infinite == 1 else 'are'} too large for {entry.dtype}"
@@ -193,11 +193,11 @@ def _fill_chunks(
         name, nbytes = ("the header", len(head)) if entry is None else (entry.name, entry.nbytes)
         run = None
         if entry is not None and not entry.is_cast:
-            run = entry.run = job.content.file_range(entry.tensor)
+            run = entry.run = job.reader.file_range(entry.tensor)
         if run is not None:  # read directly into the chunk
-            source = job.content.open_file(run.file)
+            source = job.reader.open_file(run.file)
         else:
-            pieces = filter(len, [head] if entry is None else job.pieces(entry))
+            pieces = filter(len, [head] if entry is None else job.chunks(entry))
             left = memoryview(b"")
         done = 0
         while True:
@@ -222,7 +222,7 @@ def _fill_chunks(
                 job.progress(2 * count if job.verify else count)
             done += count
         if done != nbytes:
-            raise ContentError(f"{name} has {done:,} bytes, not {nbytes:,}", where=job.content.checkpoint.path)
+            raise ContentError(f"{name} has {done:,} bytes, not {nbytes:,}", where=job.reader.checkpoint.path)
     yield chunk
 
 
@@ -258,26 +258,26 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
 
     Storages whose checksum was computed while they were written are not read again.
     """
-    content = job.content
+    reader = job.reader
     tensors = [tensor for entry in entries for tensor in (entry.tensor, *entry.tensor.parts)]
     unchecked = {tensor.storage for tensor in tensors if tensor.storage}
     damaged: list[str] = []
     for entry in entries:
-        run, known, storage = entry.run, entry.crc32, content.storage(entry.tensor)
+        run, known, storage = entry.run, entry.crc32, reader.storage(entry.tensor)
         if known is None or run is None or storage is None or storage.crc32 is None:
             continue
         if (storage.offset, storage.nbytes) == (run.offset, run.nbytes):  # else its checksum covers other bytes
             unchecked.discard(storage.id)
             if storage.crc32 != known:
                 damaged.append(f"checksum {known:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
-    used = [each for each in content.checkpoint.storages if each.id in unchecked and each.crc32 is not None]
+    used = [each for each in reader.checkpoint.storages if each.id in unchecked and each.crc32 is not None]
     names = {(each.file, each.record) for each in used}
-    for file, records in records_of(content).items():
+    for file, records in records_of(reader).items():
         found = [record for record in records if (file, record.name) in names]
-        damaged += [problem.detail for problem in verify_records(content.open_file(file), found, used)]
+        damaged += [problem.detail for problem in verify_records(reader.open_file(file), found, used)]
     if damaged:
         what = f"it has {plural(len(damaged), 'damaged record')}: {damaged[0]}"
-        raise ConvertError(what, where=content.checkpoint.path, fix="transload rescue saves what is intact.")
+        raise ConvertError(what, where=reader.checkpoint.path, fix="transload rescue saves what is intact.")
 
 
 # -- floating-point conversion, rounded once, to nearest, ties to even; little-endian throughout

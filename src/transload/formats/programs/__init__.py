@@ -1,7 +1,7 @@
 """Archives that contain programs: one module per format, and here what they share.
 
 ``Program`` is the draft of any of them. The JSON that describes tensors becomes the calls that ``torch.save`` would
-have pickled, so that one reader (``formats.tensors``) finds the tensors.
+have pickled, so that one reader (``formats.graph``) finds the tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from transload.checkpoint import Draft, Record, Storage
 from transload.dtypes import itemsize
-from transload.formats.tensors import Tree
+from transload.formats.graph import Tree
 from transload.formats.torch_zip import Archive, container_facts, stray_records
 from transload.nodes import Call, Global, Persistent
 

@@ -13,11 +13,11 @@ from transload.checkpoint import Checkpoint, Draft, Key, Origin, Part, Record
 from transload.dtypes import SCALAR_TYPES
 from transload.findings import Problem, Problems, first_lines
 from transload.formats import torch_zip
+from transload.formats.graph import find_tensors
 from transload.formats.nested import moved_storage, moved_tensor
 from transload.formats.pickle_streams import run_all
 from transload.formats.programs import PICKLED, Program, entries, fields, tensor_call, text
 from transload.formats.programs.torchscript import OPERATORS
-from transload.formats.tensors import find_tensors
 from transload.formats.torch_zip import Archive, check_storages, storage_table
 from transload.formats.zip import FOLDER_PROBLEMS, read_index, starts_like_zip
 from transload.frozen import replace

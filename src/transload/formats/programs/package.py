@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from transload.checkpoint import Checkpoint, Origin, Part
 from transload.findings import join_names
+from transload.formats.graph import find_tensors
 from transload.formats.programs import MAX_CODE, PICKLED, Program
 from transload.formats.programs.torchscript import as_torch_save, code_problems
-from transload.formats.tensors import find_tensors
 from transload.formats.torch_zip import Archive, check_storages, read_pickle, storage_table
 from transload.nodes import Call, Dict, Persistent
 

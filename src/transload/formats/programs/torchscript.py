@@ -14,6 +14,7 @@ from transload.checkpoint import Checkpoint, Part
 from transload.dtypes import ITEMSIZE, named
 from transload.findings import Problem
 from transload.formats import pickle_machine
+from transload.formats.graph import Tree
 from transload.formats.nested import moved_storage, moved_tensor
 from transload.formats.programs import (
     MAX_CODE,
@@ -26,7 +27,6 @@ from transload.formats.programs import (
     tensor_call,
     text,
 )
-from transload.formats.tensors import Tree
 from transload.formats.torch_zip import Archive, check_storages, read_pickle, read_tree, storage_table
 from transload.nodes import Call, Dict, Global, Pickle, walk_nodes
 

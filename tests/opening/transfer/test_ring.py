@@ -11,13 +11,13 @@ from random import Random
 from zlib import crc32
 
 import pytest
-from tests.loading.transfer.fake import CALLS, CONTEXT, FakeDriver, Targets
+from tests.opening.transfer.fake import CALLS, CONTEXT, FakeDriver, Targets
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource
-from transload.loading import engine
-from transload.loading.engine import read_ranges
-from transload.loading.jobs import CELL, Checksums, ReadRequest, Settings, ShortReadError
+from transload.opening import engine
+from transload.opening.engine import read_ranges
+from transload.opening.jobs import CELL, Checksums, ReadRequest, Settings, ShortReadError
 
 SetCores = Callable[[int], None]
 LARGE = [ReadRequest(0, 77, 5 * CELL, "cuda:0")]
@@ -165,7 +165,7 @@ def test_forked_child_has_no_kept_lanes() -> None:
 
     program = (
         "import os\n"
-        "from transload.loading import engine\n"
+        "from transload.opening import engine\n"
         "engine._idle.append(object())\n"
         "child = os.fork()\n"
         "if not child: os._exit(len(engine._idle))\n"

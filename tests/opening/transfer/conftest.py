@@ -5,10 +5,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.loading.transfer.fake import FakeDriver
+from tests.opening.transfer.fake import FakeDriver
 
 from transload.io import cuda_driver as driver
-from transload.loading import engine
+from transload.opening import engine
 
 NBYTES = (40 << 20) + 12_345
 

@@ -16,10 +16,10 @@ from tests.forge import Entry, archive, entries, with_changes
 
 from transload.checkpoint import Record
 from transload.errors import CannotReadError
-from transload.formats.verify import checksums, verify_records
+from transload.formats.record_checksums import checksums, verify_records
 from transload.formats.zip import read_index
 from transload.io.sources import BytesSource
-from transload.judge import inspect
+from transload.opening import inspect
 from transload.verifying import verify
 
 
@@ -138,8 +138,8 @@ def test_integrity_is_whole_only_if_checksums_were_compared() -> None:
 def test_checksums_of_large_records_in_parts(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several buffers, parts and threads, every flipped byte is found, and only the changed record is reported."""
     for name, value in {"_BUFFER": 1024, "_PART": 4096, "_SMALL": 512, "_ALONE": 0}.items():
-        monkeypatch.setattr(f"transload.formats.verify.{name}", value)
-    monkeypatch.setattr("transload.formats.verify.threads", lambda: 3)
+        monkeypatch.setattr(f"transload.formats.record_checksums.{name}", value)
+    monkeypatch.setattr("transload.formats.record_checksums.threads", lambda: 3)
     first = [Entry(f"a/{i}".encode(), bytes(range(256)) * (n // 256) + bytes(n % 256)) for i, n in enumerate((9, size))]
     data = archive([*first, Entry(b"a/last", bytes(2000))])
     records = list(read_index(BytesSource(data)).records.values())
@@ -199,8 +199,8 @@ def test_small_records_between_large_ones_are_read_once() -> None:
 
 def test_small_records_are_read_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their checksums are computed with the GIL held, so that other threads would only wait."""
-    monkeypatch.setattr("transload.formats.verify._ALONE", 1 << 20)
-    monkeypatch.setattr("transload.formats.verify.threads", lambda: 4)
+    monkeypatch.setattr("transload.formats.record_checksums._ALONE", 1 << 20)
+    monkeypatch.setattr("transload.formats.record_checksums.threads", lambda: 4)
     source = RecordingSource(archive([Entry(f"a/{i}".encode(), bytes(8000)) for i in range(400)]))
     assert verify_records(source, read_index(source).records.values(), ()) == []
     assert source.threads == {get_ident()}

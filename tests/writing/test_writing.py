@@ -18,6 +18,7 @@ from zlib import crc32
 import pytest
 import torch
 from tests.each import each
+from tests.shared import open_elements
 
 import transload
 from transload.converting import convert
@@ -31,8 +32,7 @@ from transload.errors import (
     UsageError,
 )
 from transload.io import pool
-from transload.judge import inspect
-from transload.tensors.content import open_content
+from transload.opening import inspect
 from transload.writing import output, transfer
 from transload.writing.output import Bundle
 from transload.writing.plan import member_name
@@ -61,7 +61,7 @@ def files(folder: Path) -> set[str]:
 
 def written(source: bytes, path: Path, head: bytes) -> tuple[bytes, list[int | None], list[int]]:
     progress: list[int] = []
-    with open_content(source) as content, path.open("w+b") as file:
+    with open_elements(source) as content, path.open("w+b") as file:
         entries = [TargetTensor(tensor.name, tensor, tensor.dtype) for tensor in content.checkpoint.tensors]
         transfer.write_file(file.fileno(), head, entries, ConversionJob(content, progress=progress.append), "x")
     return path.read_bytes(), [entry.crc32 for entry in entries], progress
@@ -135,7 +135,7 @@ def test_corruption_on_disk_is_detected_by_reading_back(tmp_path: Path, monkeypa
 
     source = tmp_path / "a.safetensors"
     source.write_bytes(safetensors(SIZES))
-    with open_content(source) as content:  # so that the source is read before the patch
+    with open_elements(source) as content:  # so that the source is read before the patch
         content.checkpoint  # noqa: B018
     monkeypatch.setattr(os, "preadv", corrupting)
     raw = source.read_bytes()
@@ -170,7 +170,7 @@ def test_every_other_format_is_read_back_unless_verify_is_off(
 @pytest.mark.parametrize("name", ["b.safetensors", "b.pt", "b.npz", "b/"])
 def test_damaged_record_in_the_source_is_refused_unless_verify_is_off(tmp_path: Path, name: str) -> None:
     raw = bytearray(STATE.read_bytes())
-    with open_content(STATE) as content:
+    with open_elements(STATE) as content:
         storage = next(storage for storage in content.checkpoint.storages if "conv.weight" in storage.tensors)
     assert storage.offset is not None
     raw[storage.offset + 5] ^= 0x10

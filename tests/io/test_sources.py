@@ -19,7 +19,7 @@ from tests.forge import deflated
 
 import transload
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.tensors.content import Inflating
+from transload.opening.elements import Inflating
 
 
 def source_of(kind: str, data: bytes, folder: Path) -> Source:

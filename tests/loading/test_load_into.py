@@ -18,7 +18,7 @@ import pytest
 import torch
 from tests import forge
 from tests.loading.equal import assert_same
-from tests.opening.test_open import CountingFile, raw
+from tests.loading.test_open import CountingFile, raw
 from tests.quantized import working_engine
 from torch import nn
 

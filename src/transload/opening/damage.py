@@ -17,9 +17,9 @@ from transload.checkpoint import Record, Storage, Tensor
 from transload.contents import with_parts
 from transload.errors import TransloadError
 from transload.findings import LimitedProblems, Problem
-from transload.formats.verify import Lost, checksums, mismatch
+from transload.formats.record_checksums import Lost, checksums, mismatch
 from transload.formats.zip import read_index, starts_like_zip
-from transload.tensors.content import Allowance, Content
+from transload.opening.elements import Allowance, ElementReader
 
 _PIECE = 1 << 20
 _DESCRIPTOR = 24  # the most bytes after a record that hold its checksum
@@ -59,18 +59,18 @@ class Damage(NamedTuple):
 # -- records
 
 
-def records_of(content: Content) -> Records:
+def records_of(reader: ElementReader) -> Records:
     """The records of each file: those of its archive, or the storages themselves where there is none."""
-    known = {name: checkpoint.records for name, checkpoint in content.parts}
+    known = {name: checkpoint.records for name, checkpoint in reader.files}
     storages: dict[str, list[Storage]] = {name: [] for name in known}
-    for storage in content.checkpoint.storages:
+    for storage in reader.checkpoint.storages:
         storages.setdefault(storage.file, []).append(storage)
     out: Records = {}
     for file, inside in storages.items():
         records: Iterable[Record] = known.get(file) or ()
         # A rank's file is an archive; a .distcp file is many archives in a row, known from its storages.
-        if not records and content.checkpoint.format in ("deepspeed", "megatron") and not file.endswith(".distcp"):
-            source = content.open_file(file)
+        if not records and reader.checkpoint.format in ("deepspeed", "megatron") and not file.endswith(".distcp"):
+            source = reader.open_file(file)
             records = read_index(source).records.values() if starts_like_zip(source) else ()
         if not records:
             records = [Record(one.record or one.key, one.offset, one.stored, one.stored, one.crc32) for one in inside]
@@ -79,13 +79,16 @@ def records_of(content: Content) -> Records:
 
 
 def sum_records(
-    content: Content, every: Records, skip: Collection[Key] = (), report_progress: Callable[[int], None] | None = None
+    reader: ElementReader,
+    every: Records,
+    skip: Collection[Key] = (),
+    report_progress: Callable[[int], None] | None = None,
 ) -> dict[Key, Problem]:
     """Read all records except those in ``skip``; return those that are not what was saved."""
     bad: dict[Key, Problem] = {}
     for file, records in every.items():
         unread = [record for record in records if key_of(file, record) not in skip] if skip else records
-        for index, value in checksums(content.open_file(file), unread, report_progress).items():
+        for index, value in checksums(reader.open_file(file), unread, report_progress).items():
             record = unread[index]
             if value != record.crc32 and (record.crc32 is not None or isinstance(value, Lost)):
                 bad[key_of(file, record)] = mismatch(record, value)
@@ -96,16 +99,16 @@ def sum_records(
 
 
 def damages(
-    content: Content, every: Records, bad: Mapping[Key, Problem], failed: Mapping[str, tuple[str, str]]
+    reader: ElementReader, every: Records, bad: Mapping[Key, Problem], failed: Mapping[str, tuple[str, str]]
 ) -> tuple[Damage, ...]:
     """Every damaged tensor once, in the order of the file; then those that are missing altogether.
 
     ``failed`` has the kind and detail of other damage, by tensor name.
     """
-    checkpoint = content.checkpoint
+    checkpoint = reader.checkpoint
     if checkpoint.counted and not bad:  # all sizes were compared when the storages were counted
         return ()
-    storages = _bad_storages(content, every, bad)
+    storages = _bad_storages(reader, every, bad)
     sound = {
         each.id
         for each in checkpoint.storages
@@ -123,7 +126,7 @@ def damages(
                 damage = Damage(tensor.name, *failed[part.name])
                 break
         else:
-            damage = Damage(tensor.name, "cut", content.missing(tensor))
+            damage = Damage(tensor.name, "cut", reader.missing(tensor))
         if damage.detail:
             out.setdefault(tensor.name, damage)
     for problem in checkpoint.problems:
@@ -137,14 +140,14 @@ def damages(
 
             if not index.name.endswith(INDEX_SUFFIX):  # the .metadata of DCP is a pickle
                 continue
-            weights, _ = read_weight_map(content.open_file(index.name), LimitedProblems())
+            weights, _ = read_weight_map(reader.open_file(index.name), LimitedProblems())
             for name, shard in weights.items():
                 if name not in existing:
                     out.setdefault(name, Damage(name, "missing", f"the index puts it into {shard}"))
     return tuple(out.values())
 
 
-def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
+def _bad_storages(reader: ElementReader, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
     """The damage of each storage whose record is not what was saved, or has a different length than it should."""
     records = {key_of(file, record): record for file, inside in every.items() for record in inside}
     named = {key[:2]: key for key in records}
@@ -152,18 +155,18 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
     # one .distcp file has any, all had: one program wrote all of them.
     with_checksums = {file for file, inside in every.items() if any(record.crc32 is not None for record in inside)}
     distcp = {file for file in every if file.endswith(".distcp")}
-    summed = with_checksums & {name for name, checkpoint in content.parts if checkpoint.records} | (
+    summed = with_checksums & {name for name, checkpoint in reader.files if checkpoint.records} | (
         distcp if with_checksums & distcp else set()
     )
     out: dict[str, Damage] = {}
-    for file, checkpoint in content.parts:
+    for file, checkpoint in reader.files:
         if checkpoint.format == "torch-legacy" and any(p.code == "storage-size" for p in checkpoint.problems):
             # The next storage does not begin where the last one that was found ends. So that one is damaged, too.
-            placed = [each for each in content.checkpoint.storages if each.file == file and each.offset is not None]
+            placed = [each for each in reader.checkpoint.storages if each.file == file and each.offset is not None]
             for last in sorted(placed, key=lambda each: each.offset or 0)[-1:]:
                 detail = f"{_where(last, last.record)}: no other begins where it ends"
                 out[last.id] = Damage("", "broken", detail)
-    for storage in content.checkpoint.storages:
+    for storage in reader.checkpoint.storages:
         name = storage.record or storage.key
         here = storage.file, name, storage.offset or 0
         key = here
@@ -181,7 +184,7 @@ def _bad_storages(content: Content, every: Records, bad: Mapping[Key, Problem]) 
             and record.crc32 is None
             and record.size
             # If the file ends before the checksum, the record itself may be complete.
-            and (record.offset or 0) + record.stored + _DESCRIPTOR <= content.open_file(storage.file).size
+            and (record.offset or 0) + record.stored + _DESCRIPTOR <= reader.open_file(storage.file).size
         ):
             out[storage.id] = Damage("", "checksum", f"{where}: its checksum is overwritten")
         elif (
@@ -202,11 +205,11 @@ def _where(storage: Storage, name: str) -> str:
 # -- the indices of sparse tensors
 
 
-def misplaced(content: Content) -> dict[str, str]:
+def misplaced(reader: ElementReader) -> dict[str, str]:
     """What is wrong with each sparse tensor whose parts do not fit together, by name; without unreadable ones."""
-    allowance = Allowance(content.checkpoint)
+    allowance = Allowance(reader.checkpoint)
     wrong: dict[str, str] = {}
-    waiting = list(content.checkpoint.tensors)
+    waiting = list(reader.checkpoint.tensors)
     for tensor in waiting:  # grows during the loop
         if tensor.kind != "sparse_coo" and tensor.kind not in _COMPRESSED:
             waiting += tensor.parts
@@ -218,14 +221,14 @@ def misplaced(content: Content) -> dict[str, str]:
             for part in tensor.parts[:-1]:
                 allowance.spend(part)
             check = _check_coordinates if tensor.kind == "sparse_coo" else _check_compressed
-            if why := check(content, tensor):
+            if why := check(reader, tensor):
                 wrong[tensor.name] = why
         except TransloadError:  # the bytes cannot be read, which is reported as for any other tensor
             continue
     return wrong
 
 
-def _check_coordinates(content: Content, tensor: Tensor) -> str:
+def _check_coordinates(reader: ElementReader, tensor: Tensor) -> str:
     """What is wrong with the indices of a COO tensor; empty if nothing is."""
     indices, values = tensor.parts
     size = tensor.shape
@@ -234,7 +237,7 @@ def _check_coordinates(content: Content, tensor: Tensor) -> str:
     axes, count = indices.shape
     if values.shape != (count, *size[axes:]):
         return f"it has {count:,} indices, but values of the shape {values.shape}"
-    numbers = _numbers(content, indices)
+    numbers = _numbers(reader, indices)
     for axis, length in enumerate(size[:axes]):
         outside = next((number for number in islice(numbers, count) if not 0 <= number < length), None)
         if outside is not None:
@@ -242,7 +245,7 @@ def _check_coordinates(content: Content, tensor: Tensor) -> str:
     return ""
 
 
-def _check_compressed(content: Content, tensor: Tensor) -> str:
+def _check_compressed(reader: ElementReader, tensor: Tensor) -> str:
     """The same for a CSR tensor, and for layouts that compress columns, or rows or columns of blocks."""
     compressed, plain, values = tensor.parts
     batch, count = plain.shape[:-1], plain.shape[-1] if plain.shape else 0
@@ -255,7 +258,7 @@ def _check_compressed(content: Content, tensor: Tensor) -> str:
     rows, columns = size[1 - along] // block[1 - along], size[along] // block[along]
     if compressed.shape != (*batch, rows + 1):
         return f"it has {rows:,} rows, but its row pointers have the shape {compressed.shape}"
-    ends, places = _numbers(content, compressed), _numbers(content, plain)
+    ends, places = _numbers(reader, compressed), _numbers(reader, plain)
     for _ in range(prod(batch)):
         begin = next(ends)
         if begin:
@@ -274,8 +277,8 @@ def _check_compressed(content: Content, tensor: Tensor) -> str:
     return ""
 
 
-def _numbers(content: Content, tensor: Tensor) -> Iterator[int]:
-    for piece in content.pieces(tensor, _PIECE):
+def _numbers(reader: ElementReader, tensor: Tensor) -> Iterator[int]:
+    for piece in reader.chunks(tensor, _PIECE):
         numbers = array(_CODES[tensor.dtype], bytes(piece))
         if sys.byteorder == "big":
             numbers.byteswap()

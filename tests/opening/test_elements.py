@@ -15,11 +15,12 @@ import pytest
 import torch
 from tests import forge
 from tests.each import each
+from tests.shared import open_elements
 
 from transload.checkpoint import Tensor
 from transload.errors import ContentError
-from transload.tensors import content as content_module
-from transload.tensors.content import Allowance, Content, FileRange, open_content
+from transload.opening import elements as content_module
+from transload.opening.elements import Allowance, ElementReader, FileRange
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -30,8 +31,8 @@ def saved(value: object, **options: Any) -> bytes:
     return out.getvalue()
 
 
-def read(content: Content, tensor: Tensor, size: int = 4 << 20) -> bytes:
-    return b"".join(bytes(piece) for piece in content.pieces(tensor, size))
+def read(content: ElementReader, tensor: Tensor, size: int = 4 << 20) -> bytes:
+    return b"".join(bytes(piece) for piece in content.chunks(tensor, size))
 
 
 def torch_bytes(value: torch.Tensor) -> bytes:
@@ -50,7 +51,7 @@ def recorded_hashes() -> list[Any]:
 
 @each(("path", "expected"), recorded_hashes())
 def test_bytes_match_the_recorded_hashes_of_every_release(path: Path, expected: dict[str, Any]) -> None:
-    with open_content(path) as content:
+    with open_elements(path) as content:
         for tensor in content.checkpoint.tensors:
             digest = expected["/" + tensor.name]["sha256"]
             if tensor.kind == "strided" and digest is not None:
@@ -99,16 +100,16 @@ def test_views_are_read_in_the_order_of_torch(
     monkeypatch.setattr(content_module, "_PAGE", 64)
     for dtype in (torch.float32, torch.uint8, torch.bfloat16, torch.complex128):
         data, expected = saved_view(view, dtype)
-        with open_content(data) as content:
+        with open_elements(data) as content:
             tensor = content.checkpoint.tensor("x")
             for size in (16, 100, 4 << 20):
                 assert read(content, tensor, size) == expected, (dtype, size)
 
 
 def test_pieces_have_the_requested_size() -> None:
-    with open_content(saved({"x": base(), "y": base().t()})) as content:
+    with open_elements(saved({"x": base(), "y": base().t()})) as content:
         for tensor in content.checkpoint.tensors:
-            assert [len(piece) for piece in content.pieces(tensor, 1024)] == [1024, 1024, 832]
+            assert [len(piece) for piece in content.chunks(tensor, 1024)] == [1024, 1024, 832]
 
 
 DTYPES = (
@@ -128,7 +129,7 @@ def test_every_dtype_is_read(name: str) -> None:
         data = saved({"x": value})
     except KeyError as error:
         pytest.skip(f"this torch cannot save it: {error}")
-    with open_content(data) as content:
+    with open_elements(data) as content:
         assert read(content, content.checkpoint.tensor("x")) == torch_bytes(value)
 
 
@@ -142,7 +143,7 @@ def test_every_dtype_is_read(name: str) -> None:
     ],
 )
 def test_conjugate_and_negative_views_are_resolved(value: torch.Tensor) -> None:
-    with open_content(saved({"x": value})) as content:
+    with open_elements(saved({"x": value})) as content:
         tensor = content.checkpoint.tensor("x")
         assert tensor.flags
         assert read(content, tensor) == torch_bytes(value)
@@ -174,7 +175,7 @@ def big_endian(dtype: str, kind: str, numel: int, width: int) -> tuple[bytes, by
 )
 def test_big_endian_tensors_are_read(dtype: str, kind: str, width: int) -> None:
     data, expected = big_endian(dtype, kind, 12, width)
-    with open_content(data) as content:
+    with open_elements(data) as content:
         tensor = content.checkpoint.tensor("x")
         assert tensor.dtype == dtype
         assert read(content, tensor) == expected
@@ -190,7 +191,7 @@ def deflated(data: bytes) -> bytes:
 
 def test_deflated_records_are_read() -> None:
     values = {"x": base(), "y": base().t(), "z": base()[5:]}
-    with open_content(deflated(saved(values))) as content:
+    with open_elements(deflated(saved(values))) as content:
         for tensor in content.checkpoint.tensors:
             assert content.file_range(tensor) is None
             assert read(content, tensor, 512) == torch_bytes(values[tensor.name])
@@ -200,7 +201,7 @@ def test_deflated_records_are_read() -> None:
 def test_file_range_locates_the_bytes(options: dict[str, Any]) -> None:
     value = base()
     data = saved({"whole": value, "rows": value[3:9], "columns": value[:, 2:4], "none": value[:0]}, **options)
-    with open_content(data) as content:
+    with open_elements(data) as content:
         for name in ("whole", "rows"):
             tensor = content.checkpoint.tensor(name)
             location = content.file_range(tensor)
@@ -221,7 +222,7 @@ def test_shards_are_read_from_their_files(tmp_path: Path) -> None:
         weights[name] = file
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
     for path in (tmp_path, tmp_path / "pytorch_model.bin.index.json"):
-        with open_content(path) as content:
+        with open_elements(path) as content:
             assert {t.name: read(content, t) for t in content.checkpoint.tensors} == {
                 name: torch_bytes(value) for name, value in values.items()
             }
@@ -233,14 +234,14 @@ def test_shards_are_read_from_their_files(tmp_path: Path) -> None:
 def test_unpacked_archive_is_read(tmp_path: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(saved({"x": base(), "y": base().t().clone()}))) as archive:
         archive.extractall(tmp_path)
-    with open_content(tmp_path) as content:
+    with open_elements(tmp_path) as content:
         assert read(content, content.checkpoint.tensor("x")) == torch_bytes(base())
         assert read(content, content.checkpoint.tensor("y")) == torch_bytes(base().t())
 
 
 def test_missing_bytes_are_an_error_that_names_the_tensor() -> None:
     data = saved({"one": torch.arange(50), "two": torch.arange(50)}, _use_new_zipfile_serialization=False)
-    with open_content(data[:-100]) as content:
+    with open_elements(data[:-100]) as content:
         first, last = sorted(content.checkpoint.tensors, key=lambda tensor: tensor.file_offset or 0)
         assert read(content, first) == torch_bytes(torch.arange(50))
         assert content.missing(first) == ""
@@ -253,7 +254,7 @@ def test_missing_bytes_are_an_error_that_names_the_tensor() -> None:
 def test_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"x": base(), "y": base().t()}, path)
-    with open_content(path) as content:
+    with open_elements(path) as content:
         path.write_bytes(path.read_bytes()[:1500])
         for name in ("x", "y"):
             with pytest.raises(ContentError, match=name):
@@ -270,7 +271,7 @@ def test_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore")
 def test_tensor_without_plain_bytes_is_an_error(value: Callable[[], torch.Tensor]) -> None:
-    with open_content(saved({"odd": value()})) as content:
+    with open_elements(saved({"odd": value()})) as content:
         tensor = content.checkpoint.tensor("odd")
         assert content.file_range(tensor) is None
         with pytest.raises(ContentError, match="odd is "):
@@ -278,10 +279,10 @@ def test_tensor_without_plain_bytes_is_an_error(value: Callable[[], torch.Tensor
 
 
 def test_tensor_that_claims_more_than_the_file_holds_is_refused() -> None:
-    with open_content(saved({"x": torch.zeros(1).expand(1 << 20, 1 << 20), "y": torch.ones(3)})) as content:
+    with open_elements(saved({"x": torch.zeros(1).expand(1 << 20, 1 << 20), "y": torch.ones(3)})) as content:
         allowance = Allowance(content.checkpoint)
         allowance.spend(content.checkpoint.tensor("y"))
         with pytest.raises(ContentError, match="x claims 4,398,046,511,104 bytes"):
             allowance.spend(content.checkpoint.tensor("x"))
-        first = next(content.pieces(content.checkpoint.tensor("x")))
+        first = next(content.chunks(content.checkpoint.tensor("x")))
         assert bytes(first) == bytes(4 << 20)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.forge import FUZZ
-from tests.place.makers import GB, checkpoint, gpus
+from tests.loading.placement_makers import GB, checkpoint, gpus
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.devices import Device, Devices

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple, Protocol
 
 from transload.errors import CannotReadError
 from transload.frozen import Frozen
-from transload.io.cuda_driver import CudaDriver, DriverError
+from transload.io.cuda_driver import CudaDriver, DriverError, event_now
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
 from transload.io.sources import FileSource, Source
-from transload.loading.jobs import (
+from transload.opening.jobs import (
     CELL,
     FEW_BYTES,
     SLOT_PAIR,
@@ -326,10 +326,7 @@ class Transfer:
 
     def _fence(self, device: str) -> None:
         """Record an event that copies wait for: kernels of the memory's last owner may still be using it."""
-        import torch
-
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(torch.device(device)))
+        event = event_now(device)
         self._events.append(event)
         self.fences[device] = event.cuda_event
 

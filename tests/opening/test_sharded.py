@@ -13,10 +13,12 @@ from tests.each import each
 from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
 from transload.errors import ContentError
 from transload.io.sources import BytesSource
-from transload.tensors.content import Content, boxes, is_covered
+from transload.opening.elements import ElementReader, boxes, is_covered
 
 
-def sharded(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False) -> Content:
+def sharded(
+    shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, *, swapped: bool = False
+) -> ElementReader:
     """A tensor whose elements count up from 0, cut at these positions in each dimension, with a file for each part."""
     dtype = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}[width]
     parts, storages, files = [], [], {}
@@ -29,7 +31,7 @@ def sharded(shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: in
         storages.append(Storage(name, "0", "cpu", dtype, len(data), len(data), 2, file=name, big_endian=swapped))
         parts.append(Tensor(("x", *first), f"x{first}", dtype, sizes, contiguous(sizes), "cpu", name, start=first))
     tensor = Tensor(("x",), "x", dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
-    return Content(Checkpoint("x", "dcp", 0, tensors=(tensor,), storages=tuple(storages)), files.__getitem__)
+    return ElementReader(Checkpoint("x", "dcp", 0, tensors=(tensor,), storages=tuple(storages)), files.__getitem__)
 
 
 def spans(size: int, cuts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -60,10 +62,10 @@ def element(value: int, width: int, *, swapped: bool = False) -> bytes:
 def test_assembled_elements_are_in_order(
     shape: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], width: int, window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transload.tensors.content.WINDOW", window)
+    monkeypatch.setattr("transload.opening.elements.WINDOW", window)
     for swapped in (False, True):
         content = sharded(shape, cuts, width, swapped=swapped)
-        result = b"".join(bytes(piece) for piece in content.pieces(content.checkpoint.tensors[0]))
+        result = b"".join(bytes(piece) for piece in content.chunks(content.checkpoint.tensors[0]))
         assert result == b"".join(element(value, width) for value in range(prod(shape)))
 
 
@@ -72,7 +74,7 @@ def test_missing_or_repeated_part_is_an_error() -> None:
     (tensor,) = content.checkpoint.tensors
     for parts in (tensor.parts[:2], (*tensor.parts, tensor.parts[0])):
         with pytest.raises(ContentError, match="x are incomplete"):
-            list(content.pieces(tensor._replace(parts=parts)))
+            list(content.chunks(tensor._replace(parts=parts)))
 
 
 def test_repeated_part_does_not_replace_a_missing_one() -> None:
@@ -80,7 +82,7 @@ def test_repeated_part_does_not_replace_a_missing_one() -> None:
     (tensor,) = content.checkpoint.tensors
     twice = (tensor.parts[0], tensor.parts[1], tensor.parts[0])
     with pytest.raises(ContentError, match="the file has 3 parts of it, and not the rest"):
-        list(content.pieces(tensor._replace(parts=twice)))
+        list(content.chunks(tensor._replace(parts=twice)))
 
 
 @each("shape", [(), (0, 3), (5,), (2, 2)], ids=str)

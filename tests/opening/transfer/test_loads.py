@@ -19,11 +19,11 @@ from torch import nn
 import transload
 from transload.errors import BrokenFileError, DoesNotFitError, TransloadError
 from transload.io import cuda_driver as driver
-from transload.loading import engine
-from transload.loading.jobs import FEW_BYTES
+from transload.opening import engine
+from transload.opening.jobs import FEW_BYTES
 
 if TYPE_CHECKING:
-    from tests.loading.transfer.fake import FakeDriver
+    from tests.opening.transfer.fake import FakeDriver
 
 LONG = 1_500_000
 THREADS = [1, 3]
@@ -335,7 +335,7 @@ for name in ("PROT_READ", "MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS"):
 sys.platform = "darwin"
 import transload
 from transload.io.cuda_driver import cuda_driver
-from transload.loading import engine
+from transload.opening import engine
 assert cuda_driver() is None
 made = transload.load(sys.argv[1], threads=3, direct=True, verify=True)
 true = torch.load(sys.argv[1])

@@ -17,10 +17,10 @@ from tests.release import RELEASE, SAVES_NEW_DTYPES, needs_torch
 from torch import nn
 
 from transload.checkpoint import Checkpoint, Record, Tensor
-from transload.formats import tensors as walks
+from transload.formats import graph as walks
 from transload.formats.pickle_machine import run
-from transload.judge import inspect
 from transload.nodes import Call, Global, Persistent
+from transload.opening import inspect
 
 FORMATS = each("zipped", [True, False], ids=["zip", "legacy"])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from transload.loading.engine import Choice, Facts, choose
-from transload.loading.jobs import FEW_BYTES, SLOT_PAIR, Settings
+from transload.opening.engine import Choice, Facts, choose
+from transload.opening.jobs import FEW_BYTES, SLOT_PAIR, Settings
 
 GB = 1 << 30
 DEFAULT = Settings()

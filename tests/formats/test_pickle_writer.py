@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.formats import read
 from transload.formats.pickle_machine import run
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
+from transload.opening import inspect as read
 
 FILES = sorted(
     path

@@ -1,8 +1,8 @@
-"""An open checkpoint: the file or files behind it, kept open while they are read.
+"""The one way to open a checkpoint: a path, a folder, a file object or bytes becomes an ``OpenCheckpoint``.
 
-``OpenCheckpoint`` reads and judges a checkpoint and keeps its files open, so that what was judged is what is read.
-``load`` builds an object from each of its ``pieces``; other commands open single files, by ``Storage.file``. The
-elements of a tensor are read by ``tensors.content``.
+It reads and judges the checkpoint and keeps its files open, so that what was judged is what is read. ``inspect``
+returns the judgement; ``load`` builds an object from each of the ``files``; everything else reads tensors through
+``elements``.
 """
 
 from __future__ import annotations
@@ -11,44 +11,66 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from functools import cached_property, partial
 from threading import Lock
+from typing import TYPE_CHECKING
+from weakref import proxy
 
 from transload.checkpoint import Checkpoint, Key
 from transload.errors import BrokenFileError, UsageError
+from transload.formats import gc_paused, read_source, unpacked
 from transload.frozen import Frozen, replace
 from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, open_source
 
-__all__ = ["OpenCheckpoint", "Piece", "ReopenedFile"]
+if TYPE_CHECKING:
+    from transload.opening.elements import ElementReader
+
+__all__ = ["CheckpointFile", "OpenCheckpoint", "ReopenedFile", "inspect"]
 
 _ABSENT = object()  # no node: a node may be None
+
+
+def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
+    """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
+
+    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte
+    and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
+    never an exception.
+
+    >>> inspect(b"<html>").integrity
+    'not-a-checkpoint'
+    """
+    with OpenCheckpoint(f, verify=verify, neighbours=True) as opened:
+        return opened.checkpoint
 
 
 class OpenCheckpoint:
     """A checkpoint and its open files.
 
-    ``checkpoint`` is the judged whole. ``pieces`` are the parts that are built separately, in order: the one file, or
-    the shards. ``tree`` is as for ``read_source``. As a context manager it closes what it opened. May be used from
-    several threads.
+    ``checkpoint`` is the judged whole. ``files`` are the complete checkpoints in it, in order: the one file, or the
+    shards. ``tree`` and ``verify`` are as for ``read_source``; files next to the checkpoint count only for ``inspect``,
+    with ``neighbours``. As a context manager it closes what it opened. May be used from several threads.
     """
 
-    def __init__(self, f: SourceLike, *, tree: bool = True) -> None:
+    def __init__(self, f: SourceLike, *, tree: bool = True, verify: bool = False, neighbours: bool = False) -> None:
         from transload.judge import judge
 
         self.closed = False
         self._open: dict[str, Source] = {}
-        self._tree = tree
+        self._options: dict[str, bool] = {"tree": tree, "verify": verify}
         self._stream: ObjectSource | None = None  # the file object that it is read from
         self._folder: str | None = None  # the folder that file names are relative to, if there are several files
         self._members: dict[int, dict[Key, object]] = {}
         self._lock = Lock()
         try:
-            read, self.pieces = self._read(f)
-            neighbours = tuple(f"{part.name} › " for part in read.parts if part.kind == "beside the checkpoint")
-            if neighbours:  # files next to the checkpoint may be damaged, or not checkpoints at all
-                problems = tuple(problem for problem in read.problems if not problem.where.startswith(neighbours))
-                pickles = tuple(pickle for pickle in read.pickles if pickle.main)
-                read = replace(read, problems=problems, pickles=pickles)
-            self.checkpoint = judge(read, describe=tree)
+            with gc_paused():
+                read, self.files = self._read(f)
+                beside = tuple(f"{part.name} › " for part in read.parts if part.kind == "beside the checkpoint")
+                if beside and not neighbours:  # they may be damaged, or not checkpoints at all
+                    problems = tuple(problem for problem in read.problems if not problem.where.startswith(beside))
+                    pickles = tuple(pickle for pickle in read.pickles if pickle.main)
+                    read = replace(read, problems=problems, pickles=pickles)
+                self.checkpoint = judge(read, describe=tree)
         except BaseException:
             self.close()
             raise
@@ -105,27 +127,40 @@ class OpenCheckpoint:
             self.check_open()
             return self._open[""] if self._folder is None else self._open_file(_join(self._folder, name))
 
-    @property
-    def parts(self) -> tuple[tuple[str, Checkpoint], ...]:
-        """The files that are complete checkpoints, by ``Storage.file``."""
-        if self._folder is None:
-            return tuple(("", piece.checkpoint) for piece in self.pieces)
-        folder = self._folder or "."
-        return tuple((os.path.relpath(piece.path, folder), piece.checkpoint) for piece in self.pieces if piece.path)
+    @cached_property
+    def elements(self) -> ElementReader:
+        """The elements of its tensors, without torch."""
+        from transload.opening.elements import ElementReader
 
-    def node(self, path: tuple[Key, ...]) -> tuple[Piece, object] | None:
-        """The piece that has a node at a path, and that node; ``None`` if there is none."""
-        from transload.formats.tensors import node_at
+        opened = proxy(self)  # a reference cycle would keep the files open until the garbage collector runs
+        complete = tuple((file.name, file.checkpoint) for file in self.files if not file.index)
+        return ElementReader(self.checkpoint, lambda name: opened.file(name), complete)  # noqa: PLW0108 - opened.file is a strong reference
 
-        for piece in self.pieces:
-            node = node_at(piece.checkpoint.root, path, self._members, _ABSENT)
+    def node(self, path: tuple[Key, ...]) -> tuple[CheckpointFile, object] | None:
+        """The file that has a node at a path, and that node; ``None`` if there is none."""
+        from transload.formats.graph import node_at
+
+        for file in self.files:
+            node = node_at(file.checkpoint.root, path, self._members, _ABSENT)
             if node is not _ABSENT:
-                return piece, node
+                return file, node
         return None
+
+    def list_tensors(self) -> None:
+        """List the tensors if they were only counted, for a message that names them."""
+        if not self._options["tree"] and not self.checkpoint.tensors:
+            from transload.judge import judge
+
+            self._options["tree"] = True
+            with gc_paused():
+                (file,) = self.files
+                self.checkpoint = judge(read_source(self._open[""]))
+                self.files = (replace(file, checkpoint=self.checkpoint),)
+                vars(self).pop("elements", None)
 
     # -- opening
 
-    def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[Piece, ...]]:
+    def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[CheckpointFile, ...]]:
         if not isinstance(f, str | os.PathLike):
             source = open_source(f)
             self._stream = source if isinstance(source, ObjectSource) else None
@@ -138,38 +173,43 @@ class OpenCheckpoint:
         is_directory = os.path.isdir(path)
         if not is_directory and not path.endswith(".index.json"):
             return self._single(FileSource(path), path)
-        from transload.formats import read_source
         from transload.formats.directory import read_directory, read_sharded
 
         self._folder = path if is_directory else os.path.dirname(path)
         checkpoints: dict[str, Checkpoint] = {}
+        verify = self._options["verify"]
 
         def read(file: str) -> Checkpoint:
-            checkpoints[file] = checkpoint = read_source(self._open_file(file))
+            checkpoints[file] = checkpoint = read_source(self._open_file(file), verify=verify)
             return checkpoint
 
-        checkpoint = read_directory(path, read, read_source) if is_directory else read_sharded(path, read)
+        if is_directory:
+            checkpoint = read_directory(path, read, partial(read_source, verify=verify))
+        else:
+            checkpoint = read_sharded(path, read)
         sharded = not is_directory or checkpoint.format == "sharded"
         if sharded or "unpacked" not in dict(checkpoint.facts):
             kind = "shard" if sharded else "weights"
-            files = [_join(self._folder, part.name) for part in checkpoint.parts if part.kind == kind]
-            known = [file for file in files if file in checkpoints]
-            return checkpoint, tuple(_piece(checkpoints[file], self._open[file], file) for file in known)
+            names = [part.name for part in checkpoint.parts if part.kind == kind]
+            paths = {name: _join(self._folder, name) for name in names}
+            return checkpoint, tuple(
+                CheckpointFile(checkpoints[path], partial(_same, self._open[path]), path, name)
+                for name, path in paths.items()
+                if path in checkpoints
+            )
         index = "data.pkl"
         if not os.path.exists(_join(path, index)):
-            index = _join(next(iter(os.listdir(path)), ""), index)  # in the folder that unzip made
-        return checkpoint, (Piece(checkpoint, lambda name: self._open_file(_join(path, name)), index=index),)
+            index = _join(next(iter(os.listdir(path)), ""), index)
+        return checkpoint, (CheckpointFile(checkpoint, lambda name: self._open_file(_join(path, name)), index=index),)
 
-    def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[Piece, ...]]:
-        from transload.formats import read_source, unpacked
-
+    def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[CheckpointFile, ...]]:
         self._open[""] = source
         inner = unpacked(source)
         if inner is not source:  # it was compressed, and is now in memory
             source.close()
             self._open[""], source, path = inner, inner, ""
-        checkpoint = read_source(source, tree=self._tree)
-        return checkpoint, (_piece(checkpoint, source, path),)
+        checkpoint = read_source(source, **self._options)
+        return checkpoint, (CheckpointFile(checkpoint, partial(_same, source), path),)
 
     def _open_file(self, path: str) -> Source:
         """One of several files; kept open unless that would leave the program too few file descriptors."""
@@ -185,21 +225,23 @@ class OpenCheckpoint:
         return self._open[path]
 
 
-class Piece(Frozen):
-    """A checkpoint that is built separately, the whole or a shard, and its files.
+class CheckpointFile(Frozen):
+    """A complete checkpoint, the whole or a shard, and how to open its files.
 
-    ``open`` gives the source for a ``Storage.file``. ``path`` is set if it is one regular file; ``index`` is the file
-    of its pickle if it is an archive unpacked into a folder.
+    ``open`` gives the source for a ``Storage.file`` of its checkpoint. ``path`` is set if it is one regular file, and
+    ``name`` is its ``Storage.file`` in the whole; ``index`` is the file of its pickle if it is an archive unpacked into
+    a folder.
     """
 
     checkpoint: Checkpoint
     open: Callable[[str], Source]
     path: str = ""
+    name: str = ""
     index: str = ""
 
 
-def _piece(checkpoint: Checkpoint, source: Source, path: str) -> Piece:
-    return Piece(checkpoint, lambda _: source, path)
+def _same(source: Source, _: str) -> Source:
+    return source
 
 
 def _join(folder: str, name: str) -> str:

@@ -18,7 +18,7 @@ from tests.loading.zoo import saved
 from transload.errors import UsageError
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
-from transload.tensors import content as inflating
+from transload.opening import elements as inflating
 
 VALUE = torch.arange(64.0).reshape(8, 8)
 
@@ -47,7 +47,7 @@ def test_conversion_works_in_any_torch_mode(mode: Callable[[], AbstractContextMa
 
 
 def test_pieces_are_joined_under_a_meta_default_device(tmp_path: Path) -> None:
-    from tests.opening.test_open import save_pieces
+    from tests.loading.test_open import save_pieces
 
     save_pieces(tmp_path, "w", VALUE, {(0, 0): VALUE[:4], (4, 0): VALUE[4:]})
     with torch.device("meta"), open_(tmp_path) as handle:
@@ -114,7 +114,7 @@ def test_reads_after_an_interrupt_are_correct(monkeypatch: pytest.MonkeyPatch) -
                     raise KeyboardInterrupt
                 yield piece
 
-    monkeypatch.setattr("transload.tensors.content.Inflating", Interrupted)
+    monkeypatch.setattr("transload.opening.elements.Inflating", Interrupted)
     with open_(compressed) as handle:
         with pytest.raises(KeyboardInterrupt):
             handle["a"]

@@ -12,7 +12,7 @@ import pytest
 
 from transload.io.memory import PAGE, Pages, memory_at
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.loading.jobs import CELL, File, Job, ReadRequest, Run, ShortReadError, jobs
+from transload.opening.jobs import CELL, File, Job, ReadRequest, Run, ShortReadError, jobs
 
 
 @pytest.fixture

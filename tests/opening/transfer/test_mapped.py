@@ -9,13 +9,13 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from tests.loading.transfer.fake import CALLS, FakeDriver, Targets
+from tests.opening.transfer.fake import CALLS, FakeDriver, Targets
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
-from transload.loading import engine
-from transload.loading.engine import Choice, read_ranges
-from transload.loading.jobs import CELL, Checksums, ReadRequest, ShortReadError
+from transload.opening import engine
+from transload.opening.engine import Choice, read_ranges
+from transload.opening.jobs import CELL, Checksums, ReadRequest, ShortReadError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can pin file-backed pages")
 

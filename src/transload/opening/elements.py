@@ -1,7 +1,8 @@
 """The elements of a checkpoint's tensors, in row-major order; without torch.
 
-``Content.pieces`` is the entry point. ``Content.elements`` finds the bytes of a strided tensor, or of a view of it.
-Contiguous elements are read as they are, others are gathered, and a sharded tensor is assembled from its parts.
+``ElementReader.chunks`` is the entry point; ``ElementReader.elements`` finds the bytes of a strided tensor, or of a
+view of it. Contiguous elements are read as they are, others are gathered, and a sharded tensor is assembled from its
+parts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -22,14 +22,13 @@ from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import BrokenFileError, ContentError, TransloadError
 from transload.io.packed import MAX_RATIO, from_text, inflated
-from transload.io.sources import BytesSource, Source, SourceLike
+from transload.io.sources import BytesSource, Source
 from transload.render.words import plural
-from transload.tensors import OpenCheckpoint
 
 WINDOW = 16 << 20
 """Bytes of elements that are reordered in one step."""
 
-_PIECE = 4 << 20
+_CHUNK = 4 << 20
 _NOTHING: Source = BytesSource(b"")
 _MOST_CUT = 8  # a tensor that is cut in many dimensions could have billions of corners
 
@@ -41,24 +40,6 @@ _UNPACK: dict[int, _Unpack] = {
 }
 
 
-@contextmanager
-def open_content(f: SourceLike, *, tree: bool = True) -> Iterator[Content]:
-    """Open, read and judge a path, bytes or a file object; ``CannotReadError`` if it cannot be read.
-
-    ``tree`` is as for ``read_source``.
-
-    >>> with open_content("model.pt") as content:  # doctest: +SKIP
-    ...     for piece in content.pieces(content.checkpoint.tensor("weight")):
-    ...         hash.update(piece)
-    """
-    from transload.formats import gc_paused
-
-    with gc_paused():
-        opened = OpenCheckpoint(f, tree=tree)
-    with opened:
-        yield Content(opened.checkpoint, opened.file, opened.parts)
-
-
 class FileRange(NamedTuple):
     """Bytes of a file; ``file`` is as in ``Storage.file``."""
 
@@ -67,22 +48,22 @@ class FileRange(NamedTuple):
     nbytes: int
 
 
-class Content:
+class ElementReader:
     """The elements of a checkpoint's tensors; ``open_file`` gives the source of a ``Storage.file``.
 
-    ``parts`` are the files that are complete checkpoints, by name: the file itself, or the shards, or none. May be
-    used from several threads.
+    ``files`` are those that are complete checkpoints, by name: the file itself, or the shards, or none. May be used
+    from several threads.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         open_file: Callable[[str], Source],
-        parts: tuple[tuple[str, Checkpoint], ...] | None = None,
+        files: tuple[tuple[str, Checkpoint], ...] | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.open_file = open_file
-        self.parts = (("", checkpoint),) if parts is None else parts
+        self.files = (("", checkpoint),) if files is None else files
         self._storages = {storage.id: storage for storage in checkpoint.storages}
         self._records: dict[str, dict[str, Record]] = {}
         self._last = "", _NOTHING
@@ -91,10 +72,10 @@ class Content:
         """The storage of a tensor."""
         return self._storages.get(tensor.storage or "")
 
-    def pieces(self, tensor: Tensor, size: int = _PIECE) -> Iterator[memoryview]:
+    def chunks(self, tensor: Tensor, size: int = _CHUNK) -> Iterator[memoryview]:
         """The elements of a tensor in row-major order, little-endian, with ``flags`` (conj, neg) resolved.
 
-        Each piece has at most ``size`` bytes, holds whole elements, and is valid until the next one is read.
+        Each chunk has at most ``size`` bytes, holds whole elements, and is valid until the next one is read.
         ``ContentError`` if bytes are missing, or if the tensor is not a dense array of numbers: quantized, sparse,
         nested, a subclass.
         """
@@ -109,7 +90,7 @@ class Content:
             raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
         elements = flat = self.elements(tensor)
         width, window = elements.itemsize, WINDOW
-        if elements.view.is_contiguous:  # a piece need not begin with a row
+        if elements.view.is_contiguous:  # a chunk need not begin with a row
             flat, window = elements._replace(view=View((elements.nbytes // width,), (1,), tensor.offset)), size
         buffer = memoryview(bytearray(min(window, flat.view.numel * width)))
         try:
@@ -140,7 +121,7 @@ class Content:
         return ""
 
     def file_range(self, tensor: Tensor) -> FileRange | None:
-        """Where a file has exactly the bytes that ``pieces`` yields; ``None`` if it does not."""
+        """Where a file has exactly the bytes that ``chunks`` yields; ``None`` if it does not."""
         tensor = _stored(tensor)
         storage = self.storage(tensor)
         if tensor.kind != "strided" or storage is None or storage.offset is None or storage.compressed:
@@ -216,7 +197,7 @@ class Content:
                 if shared is not None:
                     steps = zip(shared.start, where.start, part.stride, strict=True)
                     first = part.offset + sum((a - b) * step for a, b, step in steps)
-                    data = b"".join(self.pieces(part._replace(shape=shared.shape, offset=first)))
+                    data = b"".join(self.chunks(part._replace(shape=shared.shape, offset=first)))
                     _scatter(data, block, box, shared, width)
             for at in range(0, len(block), size):
                 yield block[at : at + size]

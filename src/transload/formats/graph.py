@@ -386,7 +386,7 @@ class _Walk:
 
     def _take(self, function: str, args: object, at: _Place) -> None:
         if self.rebuilder is None:
-            from transload.formats.rebuilds import RebuildReader  # here, since most files do not need it
+            from transload.formats.rebuild_facts import RebuildReader  # here, since most files do not need it
 
             self.rebuilder = RebuildReader(self.table, _search, self.depth)
         tensors, wrong = self.rebuilder.tensors(function, args, at)

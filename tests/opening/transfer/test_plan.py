@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transload.loading.jobs import CELL, GAP, Job, ReadRequest, jobs
+from transload.opening.jobs import CELL, GAP, Job, ReadRequest, jobs
 
 CELLS = st.sampled_from([1, 2, 7, 16, 64])
 GAPS = st.sampled_from([0, 1, 5, 1000])

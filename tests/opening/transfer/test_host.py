@@ -10,12 +10,12 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from tests.loading.transfer.fake import Targets
+from tests.opening.transfer.fake import Targets
 
 from transload.errors import CannotReadError
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Source
-from transload.loading.engine import read_ranges
-from transload.loading.jobs import CELL, Checksums, HostLane, ReadRequest, Run, Settings, ShortReadError
+from transload.opening.engine import read_ranges
+from transload.opening.jobs import CELL, Checksums, HostLane, ReadRequest, Run, Settings, ShortReadError
 
 SEEDS = range(4)
 
@@ -211,7 +211,7 @@ def test_checksums_can_be_added_in_any_order(blob: bytes) -> None:
 
 
 def test_host_lane_counts_the_bytes_it_has_read(blob: bytes, blob_path: Path) -> None:
-    from transload.loading.jobs import File, jobs
+    from transload.opening.jobs import File, jobs
 
     requests = [ReadRequest(0, 100, CELL), ReadRequest(0, 3 * CELL, 10)]
     targets = Targets(requests)

@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.errors import LoadError, Malformed, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS, NUMPY_SCALARS, array_of, dtype_of, raw_bytes
-from transload.formats.rebuilds import MAX_RANK
+from transload.formats.rebuild_facts import MAX_RANK
 from transload.judge.names import can_be_allowed
 from transload.loading.placement import DeviceMap
 from transload.loading.refusal import Allowed, name_of, weights_only_error
 from transload.nodes import REBUILDS, Call, Global, Persistent, module_class, storage_id
-from transload.tensors import Piece
-from transload.tensors.content import numpy_or_none
+from transload.opening import CheckpointFile
+from transload.opening.elements import numpy_or_none
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class Rebuilder:
     ``known`` are the storages that were read, by key. A tar archive also describes tensors outside its pickle.
     """
 
-    def __init__(self, piece: Piece, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
+    def __init__(self, file: CheckpointFile, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
         import torch
 
         self._torch = torch
@@ -70,10 +70,10 @@ class Rebuilder:
         self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
         self._tar_tensors: Mapping[str, Any] = {}
         self._tar_storages: Mapping[str, Any] = {}
-        if piece.checkpoint.format == "torch-tar":
+        if file.checkpoint.format == "torch-tar":
             from transload.formats.torch_legacy import TarReader
 
-            reader = TarReader(piece.open(""))  # as when its tensors were found
+            reader = TarReader(file.open(""))  # as when its tensors were found
             reader.read_storages()
             reader.read_tensors()
             self._tar_tensors, self._tar_storages = reader.tensor_args, reader.storage_ids

@@ -17,9 +17,9 @@ import pytest
 
 import transload
 from transload.io import pool
-from transload.loading import engine
-from transload.loading.engine import run_lanes
-from transload.loading.jobs import Job, NextJob, Run
+from transload.opening import engine
+from transload.opening.engine import run_lanes
+from transload.opening.jobs import Job, NextJob, Run
 
 DEADLINE = 20.0  # seconds after which a hanging test gives up
 
@@ -260,8 +260,8 @@ def test_error_is_not_kept_alive_by_a_reference_cycle() -> None:
 
 INTERRUPTED = """
 import signal, sys, threading, time
-from transload.loading.engine import run_lanes
-from transload.loading.jobs import Job, Run
+from transload.opening.engine import run_lanes
+from transload.opening.jobs import Job, Run
 
 reported, times = sys.argv[1] == "reported", int(sys.argv[2])
 taken, written = [], []
