@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests import forge
+from tests.each import for_each
 from tests.schema import validate
 
 from transload.cli.main import main
@@ -106,6 +107,54 @@ def test_name_of_a_log_with_spaces_is_taken_as_a_path(capsys: pytest.CaptureFixt
 def test_argument_may_be_the_text_itself(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--no-checks", text]) == 0
     assert "The file is cut off" in capsys.readouterr().out
+
+
+CODES = {
+    "CUDNN_STATUS_NOT_INITIALIZED": "cuda-library-start",
+    "CUBLAS_STATUS_ALLOC_FAILED": "cuda-library-start",
+    "OutOfMemoryError": "gpu-memory-full",
+    "torch.cuda.OutOfMemoryError": "gpu-memory-full",
+    "cudaErrorNoKernelImageForDevice": "no-kernel-image",
+    "CUDA_ERROR_NO_DEVICE": "no-gpus",
+    "cudaErrorAssert": "kernel-died",
+    "900": "cuda-graph-capture",
+    "804": "forward-compatibility",
+    "137": "killed",
+    "U04": "U04",
+    "u04": "U04",
+    "[kernel-died]": "kernel-died",
+}
+
+
+def test_argument_of_one_word_is_a_code_unless_it_is_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(word: str) -> None:
+        assert main(["explain", "--no-checks", "--json", word]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert [answer["code"] for answer in document["answers"]] == [CODES[word]]
+        validate(document, SCHEMA)
+
+    for_each(CODES, check)
+    monkeypatch.chdir(tmp_path)
+    Path("804").write_text(KNOWN)
+    assert main(["explain", "--no-checks", "804"]) == 0
+    assert "archive-cut-off" in capsys.readouterr().out
+
+
+def test_unknown_word_is_not_known_and_a_missing_path_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in ("12345", "RuntimeError", "U99", "libtorch.so.9"):
+        assert main(["explain", "--no-checks", word]) == 1
+        assert "not known" in capsys.readouterr().out
+    for path in ("train.log", "runs/train", "./804", "model.pt", "TRAIN.LOG"):
+        assert main(["explain", path]) == 2
+        assert f"{path}: cannot be read: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_empty_argument_is_a_usage_error(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", text]) == 2
+    assert "TEXT is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["KeyError: 'model_state_dict'", "NCCL timeout"])

@@ -33,7 +33,9 @@ def add_options(command: str, option: Callable[..., object]) -> None:
         option("--force", dest="overwrite", action="store_true", help="overwrite DST")
         option("--no-verify", dest="verify", action="store_false", help="do not read DST back or check SRC's checksums")
     elif command == "explain":
-        option("log", metavar="TEXT", nargs="?", default="-", help="a log file, or an error message; default: stdin")
+        option(
+            "log", metavar="TEXT", nargs="?", default="-", help="a log file, an error message or a code; default: stdin"
+        )
         option("--no-checks", action="store_true", help="do not examine this machine or the files that TEXT names")
     elif command == "rescue":
         option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
@@ -95,6 +97,25 @@ def run_explain(arguments: Namespace) -> int:
     return int(not explanation.known)
 
 
+_LOGS = (".txt", ".log", ".err", ".out")
+_FILES = (
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".html",
+    ".gz",
+    ".xz",
+    ".zst",
+    ".zip",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".bin",
+    ".safetensors",
+)
+"""How the names of files end. A code may have a dot, too: torch.OutOfMemoryError."""
+
+
 def _read_log(path: str) -> tuple[bytes, bool]:
     """The end of the log, and whether there was more."""
     from transload.explaining.logs import is_packed, not_a_text, read_end
@@ -111,8 +132,13 @@ def _read_log(path: str) -> tuple[bytes, bool]:
             print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
         return read_end(sys.stdin.buffer)
     except OSError as error:
-        names_a_log = path.endswith((".txt", ".log", ".err", ".out")) and "\n" not in path and ": " not in path
-        if len(path.split()) > 1 and not names_a_log and not os.path.lexists(path):  # it is the text itself
+        if not path.strip():
+            raise UsageError("TEXT is empty", fix="Name a log file, or put the error message in quotes.") from error
+        if len(path.split()) == 1:
+            names_a_file = path.lower().endswith((*_LOGS, *_FILES)) or "/" in path or os.sep in path
+        else:
+            names_a_file = path.endswith(_LOGS) and "\n" not in path and ": " not in path
+        if not names_a_file and not os.path.lexists(path):  # it is the text itself
             return path.encode("utf-8", "surrogateescape"), False
         fix = ""
         if isinstance(error, IsADirectoryError):

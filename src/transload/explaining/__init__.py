@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import TransloadError, UsageError
 from transload.explaining import hooks
 from transload.explaining.logs import LIMIT, ErrorChain, FlatText, flat, lines_of, split, unwrapped
-from transload.explaining.matching import ErrorMatch, Near, beginning, nearest, search, variant
+from transload.explaining.matching import ErrorMatch, Near, beginning, named, nearest, search, variant
 from transload.frozen import Plain, Reported, replace
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
@@ -82,7 +82,7 @@ class Answer(Plain):
     @property
     def doc(self) -> str:
         """Where the documentation explains it."""
-        return f"docs/errors.md#{self.code}"
+        return f"docs/doctor/{self.code}.md" if self.code.isupper() else f"docs/errors.md#{self.code}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -183,7 +183,9 @@ def _explained(
     unexplained: Iterable[Unexplained] = ()
     if matched := _answers(found):
         unexplained = _unexplained(unknown)
-    elif matched := _answers(search(*split(lines_of(unwrapped(text))))[0] or beginning(chains, loose)):
+    elif matched := _answers(
+        search(*split(lines_of(unwrapped(text))))[0] or beginning(chains, loose) or (not chains and named(loose)) or []
+    ):
         numbered = False
     else:
         unexplained = _unexplained([*unknown, *framed], loose)

@@ -34,7 +34,7 @@ from math import fsum, log
 from typing import Any, NamedTuple
 
 from transload.explaining.hooks import WITHOUT_BLANKS
-from transload.explaining.logs import ErrorChain, FlatText, RaisedError
+from transload.explaining.logs import ErrorChain, FlatText, Line, RaisedError
 from transload.findings import packaged
 from transload.frozen import Plain
 
@@ -114,7 +114,8 @@ class KnownError(NamedTuple):
     ``context`` matches around them, and never if ``unless`` does. ``place`` lists parts of paths and names: a short
     wording counts only near one of them; a path must be in the innermost frame, since torch calls user code, too.
     A ``first`` error explains why there is no CUDA, and is shown before the errors that follow from it. ``explains``
-    lists codes of general errors that follow from this one, and are not reported beside it.
+    lists codes of general errors that follow from this one, and are not reported beside it. ``names`` are words that
+    mean this error if they are the whole text.
 
     ``value: NAME BLANK PATTERN WORDS`` sets the value of a name to the words if the pattern matches in a blank; its
     groups become values, too. A later line replaces an earlier one. ``sections`` are the ``###`` sections: by name, the
@@ -136,6 +137,7 @@ class KnownError(NamedTuple):
     role: str = "cause"
     first: str = ""
     explains: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     hook: str = ""
     value: tuple[str, ...] = ()
     where: str = ""
@@ -249,7 +251,9 @@ def _section(text: str) -> dict[str, Any]:
             elif name == "value":
                 fields["value"] = (*fields.get("value", ()), value)
             else:
-                fields[name] = tuple(value.split()) if name in ("needs", "doctor", "place", "explains") else value
+                fields[name] = (
+                    tuple(value.split()) if name in ("needs", "doctor", "place", "explains", "names") else value
+                )
     if says:
         fields["says"] = tuple(says)
     return fields
@@ -422,6 +426,47 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
                     values |= dict.fromkeys([*values][:1], value) if value else {}
                     found.append(ErrorMatch(known, 0, len(said), values, wording.weight, lines[0], ""))
     return sorted(found, key=lambda match: match.weight)[:1]  # the wording that has the least more to say
+
+
+def named(loose: Iterable[FlatText]) -> list[ErrorMatch]:
+    """The error that a text of one word names: a cause of the doctor, a result of CUDA, a class, or a code of ours."""
+    words = [word for text in loose for word in text.flat.split()]
+    if len(words) != 1:
+        return []
+    word = words[0].strip("[]'\"`.,:;()")
+    known = _of_the_doctor(word.upper()) or _result_of_cuda(word)
+    for page in _pages() if known is None and word else ():
+        if word in page.text:
+            candidate = _parsed(page.text)
+            if word in candidate.names or (word == candidate.code and candidate.hook in ("", *WITHOUT_BLANKS)):
+                known = candidate
+    if known is None:
+        return []
+    values = dict.fromkeys((name for wording in known.says for name in wording.pattern.groupindex), "…")
+    return [ErrorMatch(known, 0, len(words[0]), values, 0, FlatText([Line(1, words[0])]), "")]
+
+
+def _of_the_doctor(code: str) -> KnownError | None:
+    from transload.diagnose.rules import BY_CODE
+    from transload.diagnose.tables import fix, title
+
+    if code not in BY_CODE:
+        return None
+    steps = (fix(code), f"More about it: transload doctor --explain {code}.")
+    cause, *escaped = (text.replace("{", "{{").replace("}", "}}") for text in (title(code), *steps))
+    return KnownError(code, cause=cause, fix=tuple(escaped), needs=("machine",), doctor=(code,))
+
+
+def _result_of_cuda(word: str) -> KnownError | None:
+    """The known error for the number or the name of a result; cudaErrorNoDevice is CUDA_ERROR_NO_DEVICE."""
+    from transload.diagnose.tables import table
+
+    plain = word.replace("_", "").lower()
+    for number, result in table("results")["cuda"].items():
+        if word == number or plain == result["name"].replace("_", "").lower():
+            matches = _matches(FlatText([Line(1, f"CUDA error: {result['text']}")]))
+            return matches[0].known if matches else None
+    return None
 
 
 # -- unknown messages
