@@ -258,7 +258,7 @@ def read_tar(source: Source) -> Checkpoint | None:
 
 
 class TarReader(Draft):
-    """Reads ``storages`` and ``opening``, alternating pickles and raw numbers; stops at an error, and notes it."""
+    """Reads ``storages`` and ``tensors``, alternating pickles and raw numbers; stops at an error, and notes it."""
 
     def __init__(self, source: Source) -> None:
         super().__init__(source.name, "torch-tar", source.size)
@@ -323,7 +323,7 @@ class TarReader(Draft):
                 self.problems.add("tar-broken", "storages", "a view of no storage")
 
     def read_tensors(self) -> None:
-        """Read ``opening``: for each its id and storage, its rank, sizes, strides and offset."""
+        """Read ``tensors``: for each its id and storage, its rank, sizes, strides and offset."""
         part = self.found["tensors"]
         for entry in self._entries(part):
             key = _key(entry[0]) if type(entry) is tuple and len(entry) == 3 else ""

@@ -94,7 +94,7 @@ class TensorOutcome(NamedTuple):
 class Rescue(Frozen, Reported):
     """What became of a damaged file, by tensor.
 
-    ``opening`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other
+    ``tensors`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other
     parts of it that are lost. ``mends`` are the bytes that were repaired. ``how`` is what was written, or would be:
     ``exact`` (as far as is known, byte for byte the file that was saved), ``rebuilt`` (everything, in a new layout),
     ``filled``, ``left-out``, ``weights`` (a program's tensors, as a dictionary), or ``nothing``. ``notes`` say what

@@ -85,7 +85,7 @@ class Verification(Frozen, Reported):
     ``integrity`` is the verdict: ``whole`` if every record has the checksum it was saved with, ``unchecked`` if there
     are none to compare and nothing else is wrong. ``damaged`` are the tensors whose bytes are not those that were
     saved. ``checksums`` counts the records that were compared, ``unsummed`` those without a checksum; ``nbytes_read``
-    bytes were read in ``seconds``. ``sha256`` is the hash of all tensors; ``opening`` is filled if hashes or values are
+    bytes were read in ``seconds``. ``sha256`` is the hash of all tensors; ``tensors`` is filled if hashes or values are
     requested. ``manifest`` is the path of the manifest, ``differences`` what differs from it.
     """
 

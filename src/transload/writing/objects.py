@@ -116,7 +116,7 @@ _SEQUENCES = frozenset({"builtins.set", "__builtin__.set", "builtins.frozenset",
 class Leftovers(BoundedWalk):
     """What was dropped: ``data`` is plain data (``None`` if there is none), ``listed`` is everything else.
 
-    ``dropped`` are paths and nodes, ``opening`` the paths of tensors, which are stored by themselves. ``versions`` is
+    ``dropped`` are paths and nodes, ``tensors`` the paths of tensors, which are stored by themselves. ``versions`` is
     whether a state dict came with the versions of its modules. ``odd`` are tensors under keys that are neither strings
     nor numbers, so their names may be ambiguous.
     """
