@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
@@ -236,20 +236,26 @@ class Record(NamedTuple):
     method: int = 0
 
 
+Role = Literal["", "member", "index", "beside", "candidate"]
+
+
 class Part(Frozen):
     """A file of a directory checkpoint, a shard, or a compiled piece in a package.
 
-    ``facts`` are what is known about it, in words, e.g. ``(("compute capability", "9.0"),)``.
+    ``kind`` is what it is, in words; ``facts`` what is known about it, e.g. ``(("compute capability", "9.0"),)``.
+    ``role`` is what it is for programs: a ``member`` is a complete checkpoint, such as a shard; ``beside`` the
+    checkpoint are other files of its directory; a ``candidate`` looks like a checkpoint in a directory that is none.
     """
 
     name: str
     kind: str
     nbytes: int
     facts: tuple[tuple[str, str], ...] = ()
+    role: Role = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return {**vars(self), "facts": dict(self.facts)}
+        return {"name": self.name, "kind": self.kind, "nbytes": self.nbytes, "facts": dict(self.facts)}
 
 
 class Origin(Plain):
@@ -309,6 +315,8 @@ class Contents(Frozen):
     written_by: Origin = Origin()
     problems: tuple[Problem, ...] = ()
     pickles: tuple[Pickle, ...] = ()
+    index: str = ""
+    """The file with the pickle, if it is an archive that was unpacked into a folder."""
     counted: tuple[tuple[str, int], ...] = ()
     """The number of tensors by device tag, if they were only counted: see ``formats.read_source``."""
     checksummed: bool = False

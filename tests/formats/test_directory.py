@@ -9,6 +9,7 @@ import shutil
 import struct
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,9 @@ import transload
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
 from transload.findings import Problem
-from transload.formats import read_source
-from transload.formats.directory import (
-    MAX_ENTRIES,
-    Merger,
-    list_directory,
-    read_directory,
-    read_sharded,
-    relative_path,
-)
+from transload.formats import read_source, sets
+from transload.formats.sets.merger import Merger
+from transload.io.folder import MAX_ENTRIES, Folder, folder_of, relative_path
 from transload.opening import inspect
 from transload.opening import inspect as read
 
@@ -40,7 +35,13 @@ not_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, r
 
 
 def read_dir(path: Path, *, verify: bool = False) -> Checkpoint:
-    return read_directory(str(path), read, lambda source: read_source(source, verify=verify))
+    return read_folder(path, read, verify=verify)
+
+
+def read_folder(path: Path, read: Callable[[str], Checkpoint], *, verify: bool = False) -> Checkpoint:
+    folder, index = folder_of(path)
+    read_item = partial(read_source, verify=verify)
+    return sets.read(folder, lambda name: read(folder.path(name)), read_item, index=index)
 
 
 def codes(checkpoint: Checkpoint) -> list[str]:
@@ -97,7 +98,7 @@ class TestSharded:
             assert data == load_file(sharded / storage.file)[storage.tensors[0]].numpy().tobytes()
 
     def test_index_file_is_read_without_its_directory(self, sharded: Path) -> None:
-        checkpoint = read_sharded(str(sharded / "model.safetensors.index.json"), read)
+        checkpoint = read_dir(sharded / "model.safetensors.index.json")
         assert (checkpoint.format, codes(checkpoint), len(checkpoint.tensors)) == ("sharded", [], 3)
 
     def test_pickled_shards(self, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ class TestSharded:
             opened.append(path)
             return read(path)
 
-        checkpoint = read_sharded(str(inside / "m.index.json"), recording_read)
+        checkpoint = read_folder(inside / "m.index.json", recording_read)
         assert codes(checkpoint) == ["shard-outside"]
         assert opened == []
 
@@ -203,7 +204,7 @@ class TestSharded:
         long = "x" * 300
         write_index(tmp_path / "m.index.json", {"a": long})
         assert codes(read_dir(tmp_path)) == ["shard-missing"]
-        merger = Merger(list_directory(str(tmp_path)), read)
+        merger = Merger(Folder(str(tmp_path)).list(), read, read_source)
         assert merger.open(long) is None
         assert [(reported.code, reported.detail) for reported in merger.noted.problems()] == [
             ("part-unreadable", "it does not exist")
@@ -607,7 +608,7 @@ class TestDcpPieces:
 
     def test_verify_of_dcp_does_not_read_a_weight_map(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_dcp(tmp_path / "d", [("w", torch.ones(3), (0,), "__0_0.distcp")], {"w": (3,)})
-        monkeypatch.setattr("transload.formats.directory.read_weight_map", None)
+        monkeypatch.setattr("transload.formats.sets.sharded.read_weight_map", None)
         file = tmp_path / "d" / "__0_0.distcp"
         data = file.read_bytes()
         file.write_bytes(data.replace(struct.pack("<3f", 1, 1, 1), struct.pack("<3f", 1, 2, 1)))
@@ -803,7 +804,7 @@ def test_relative_path_rejects_non_strings(name: object) -> None:
 def test_list_directory_is_sorted(tmp_path: Path) -> None:
     for name in "bca":
         (tmp_path / name).touch()
-    assert list(list_directory(str(tmp_path)).files) == ["a", "b", "c"]
+    assert list(Folder(str(tmp_path)).list().files) == ["a", "b", "c"]
 
 
 def test_rank_file_beside_its_metadata_is_not_reported_as_dangerous(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
-from transload.formats import directory as unzipped
-from transload.formats.directory import read_unzipped
+from transload.formats import read_source
+from transload.formats.sets import unpacked as unzipped
+from transload.formats.sets.merger import Merger
+from transload.io.folder import Folder
 from transload.opening import inspect as read
 
 needs_links = pytest.mark.skipif(os.name == "nt", reason="creating links needs privileges on Windows")
@@ -22,6 +24,10 @@ def unpacked(data: Path, tmp_path: Path) -> Path:
     with zipfile.ZipFile(data / "h200" / "state_dict_cuda0.pt") as archive:
         archive.extractall(tmp_path / "out")
     return tmp_path / "out" / "state_dict_cuda0"
+
+
+def read_unzipped(path: str) -> Checkpoint:
+    return unzipped.read(Merger(Folder(path).list(), read, read_source))
 
 
 def codes(checkpoint: Checkpoint) -> list[str]:
@@ -112,6 +118,20 @@ def test_depth_of_the_directory_is_limited(unpacked: Path) -> None:
     deep = unpacked.joinpath(*["d"] * 40)
     deep.mkdir(parents=True)
     assert "directory-too-long" in codes(read_unzipped(str(unpacked)))
+
+
+def test_folder_that_cannot_be_listed_is_reported(unpacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if os.path.basename(path) == "data":
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    (problem, *others) = read_unzipped(str(unpacked)).problems
+    assert (problem.code, problem.where) == ("directory-unreadable", "data")
+    assert {other.code for other in others} == {"storage-missing"}
 
 
 def test_missing_directory_is_an_error(tmp_path: Path) -> None:

@@ -173,21 +173,20 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     from glob import glob
     from os.path import isdir, isfile, join, lexists
 
-    parts_of = ("shard", "rank file", "weights", "beside the checkpoint")
     found: list[str] = []
     for name in names:
         for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
-            kinds: dict[str, str] = {}
+            roles: dict[str, str] = {}
             if isdir(path):
                 from transload.opening import inspect
 
                 with suppress(CannotReadError):  # reported when it is opened
-                    kinds = {join(path, part.name): part.kind for part in inspect(path).parts}
-            inside = [file for file, kind in kinds.items() if kind == "looks like a checkpoint"]
+                    roles = {join(path, part.name): part.role for part in inspect(path).parts}
+            inside = [file for file, role in roles.items() if role == "candidate"]
             if parts and not inside:
-                saved = [file for file, kind in kinds.items() if kind in parts_of and isfile(file)]
-                inside = [file for file in saved if not file.endswith((".safetensors", ".distcp"))]
-            beside = [file for file, kind in kinds.items() if kind == "beside the checkpoint"]
+                saved = [file for file, role in roles.items() if role in ("member", "beside") and isfile(file)]
+                inside = [file for file in saved if not file.endswith(".safetensors")]
+            beside = [file for file, role in roles.items() if role == "beside"]
             found += inside or [path, *beside]
     return list(dict.fromkeys(found))
 

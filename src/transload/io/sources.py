@@ -290,6 +290,11 @@ def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
     return CannotReadError(reason, where=name, fix=fix, errno=getattr(error, "errno", None))
 
 
+def is_set(path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to a checkpoint of several files: a directory, or the index of shards."""
+    return os.path.isdir(path) or os.fspath(path).endswith(".index.json")
+
+
 def has_journal(path: str | os.PathLike[str]) -> bool:
     """Whether a change of this file was interrupted, or is in progress. Cheap: it checks for one name."""
     try:

@@ -20,7 +20,7 @@ from transload.checkpoint import Checkpoint, Key
 from transload.errors import BrokenFileError, UsageError
 from transload.formats import gc_paused, read_source, unpacked
 from transload.frozen import Frozen, replace
-from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, open_source
+from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, is_set, open_source
 
 if TYPE_CHECKING:
     from transload.opening.elements import ElementReader
@@ -65,7 +65,7 @@ class OpenCheckpoint:
         try:
             with gc_paused():
                 read, self.files = self._read(f)
-                beside = tuple(f"{part.name} › " for part in read.parts if part.kind == "beside the checkpoint")
+                beside = tuple(f"{part.name} › " for part in read.parts if part.role == "beside")
                 if beside and not neighbours:  # they may be damaged, or not checkpoints at all
                     problems = tuple(problem for problem in read.problems if not problem.where.startswith(beside))
                     pickles = tuple(pickle for pickle in read.pickles if pickle.main)
@@ -125,7 +125,7 @@ class OpenCheckpoint:
         """One of its files, by ``Storage.file``; it stays open until ``close``."""
         with self._lock:
             self.check_open()
-            return self._open[""] if self._folder is None else self._open_file(_join(self._folder, name))
+            return self._open[""] if self._folder is None else self._open_file(os.path.join(self._folder, name))
 
     @cached_property
     def elements(self) -> ElementReader:
@@ -170,37 +170,29 @@ class OpenCheckpoint:
             from transload.io.journal import recover
 
             recover(path)
-        is_directory = os.path.isdir(path)
-        if not is_directory and not path.endswith(".index.json"):
+        if not is_set(path):
             return self._single(FileSource(path), path)
-        from transload.formats.directory import read_directory, read_sharded
+        from transload.formats import sets
+        from transload.io.folder import folder_of
 
-        self._folder = path if is_directory else os.path.dirname(path)
+        folder, index = folder_of(path)
+        self._folder = folder.name
         checkpoints: dict[str, Checkpoint] = {}
         verify = self._options["verify"]
 
-        def read(file: str) -> Checkpoint:
-            checkpoints[file] = checkpoint = read_source(self._open_file(file), verify=verify)
+        def read(name: str) -> Checkpoint:
+            checkpoints[name] = checkpoint = read_source(self._open_file(folder.path(name)), verify=verify)
             return checkpoint
 
-        if is_directory:
-            checkpoint = read_directory(path, read, partial(read_source, verify=verify))
-        else:
-            checkpoint = read_sharded(path, read)
-        sharded = not is_directory or checkpoint.format == "sharded"
-        if sharded or "unpacked" not in dict(checkpoint.facts):
-            kind = "shard" if sharded else "weights"
-            names = [part.name for part in checkpoint.parts if part.kind == kind]
-            paths = {name: _join(self._folder, name) for name in names}
-            return checkpoint, tuple(
-                CheckpointFile(checkpoints[path], partial(_same, self._open[path]), path, name)
-                for name, path in paths.items()
-                if path in checkpoints
-            )
-        index = "data.pkl"
-        if not os.path.exists(_join(path, index)):
-            index = _join(next(iter(os.listdir(path)), ""), index)
-        return checkpoint, (CheckpointFile(checkpoint, lambda name: self._open_file(_join(path, name)), index=index),)
+        checkpoint = sets.read(folder, read, partial(read_source, verify=verify), index=index)
+        if checkpoint.index:
+            return checkpoint, (CheckpointFile(checkpoint, self.file, index=checkpoint.index),)
+        paths = {part.name: folder.path(part.name) for part in checkpoint.parts if part.role == "member"}
+        return checkpoint, tuple(
+            CheckpointFile(checkpoints[name], partial(_same, self._open[path]), path, name)
+            for name, path in paths.items()
+            if name in checkpoints
+        )
 
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[CheckpointFile, ...]]:
         self._open[""] = source
@@ -242,12 +234,6 @@ class CheckpointFile(Frozen):
 
 def _same(source: Source, _: str) -> Source:
     return source
-
-
-def _join(folder: str, name: str) -> str:
-    from pathlib import Path
-
-    return str(Path(folder, name))
 
 
 class ReopenedFile(FileSource):

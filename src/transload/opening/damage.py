@@ -135,11 +135,9 @@ def damages(
             out.setdefault(problem.where, Damage(problem.where, kind, problem.detail))
     existing = {tensor.name for tensor in checkpoint.tensors}
     for index in checkpoint.parts:
-        if index.kind == "index":
-            from transload.formats.directory import INDEX_SUFFIX, read_weight_map
+        if index.role == "index" and index.name.endswith(".json"):  # the .metadata of DCP is a pickle
+            from transload.formats.sets.sharded import read_weight_map
 
-            if not index.name.endswith(INDEX_SUFFIX):  # the .metadata of DCP is a pickle
-                continue
             weights, _ = read_weight_map(reader.open_file(index.name), LimitedProblems())
             for name, shard in weights.items():
                 if name not in existing:

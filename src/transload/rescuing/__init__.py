@@ -36,7 +36,7 @@ from transload.frozen import Frozen, NamedTuple, Reported, replace
 from transload.io.atomic import AtomicFile, refuse_missing_directory, refuse_name
 from transload.io.packed import Assembly, SourceRange
 from transload.io.pool import progress_counter
-from transload.io.sources import Progress, Source, SourceLike, open_source
+from transload.io.sources import Progress, Source, SourceLike, is_set, open_source
 from transload.judge import judge
 from transload.judge.problems import SETS, rule_of
 from transload.nodes import REBUILDS, Call, Dict, called, walk_nodes
@@ -207,7 +207,7 @@ def rescue(
     for each in existing:  # only the report of another rescue is overwritten unasked
         if each == target or not begins_with(each, _REPORT):
             refuse_existing(each, overwrite=overwrite)
-    if (path.endswith(".index.json") or os.path.isdir(path)) and inspect(path).format in SETS:
+    if is_set(path) and inspect(path).format in SETS:
         if fill or member:
             what = "several files become one new file without the lost tensors: there is nothing to fill or to extract"
             raise UsageError(what, where=path, fix="Omit fill and member.")

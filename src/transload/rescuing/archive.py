@@ -573,10 +573,11 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
 
 def recover_directory(path: str) -> Recovered:
     """The archive that was unzipped into a directory, without checksums."""
-    from transload.formats.directory import open_directory
+    from transload.formats.sets.unpacked import open_archive
+    from transload.io.folder import Folder
     from transload.opening import ReopenedFile
 
-    opened = open_directory(path)
+    opened = open_archive(Folder(path))
     files = opened.records.values()
     needed = ("data.pkl", "constants.pkl", "model.json", "archive_format", ".data/extern_modules")
     if not any(file.name.rpartition("/")[2] in needed or file.name in needed for file in files):

@@ -27,7 +27,7 @@ from transload.frozen import Frozen, Plain, Reported, replace
 from transload.io import journal
 from transload.io.atomic import refuse_name
 from transload.io.journal import Change, Changes
-from transload.io.sources import FileSource, Source
+from transload.io.sources import FileSource, Source, is_set
 from transload.judge import judge
 from transload.judge.problems import command_lines
 from transload.nodes import Pickle
@@ -113,7 +113,7 @@ def retag(
     target = "" if out is None else _path(out)
     if out is not None:
         refuse_name(target)
-    several = os.path.isdir(path) or path.endswith(".index.json")
+    several = is_set(path)
     if target:
         journal.refuse_target(path, target)
         if keep_undo:

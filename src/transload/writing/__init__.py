@@ -85,7 +85,7 @@ def write_content(
         path = os.fsdecode(source)
         folder = path if os.path.isdir(path) else os.path.dirname(path)
         names = {*(name for name, _ in reader.files), *(storage.file for storage in checkpoint.storages)}
-        names |= {part.name for part in checkpoint.parts if part.kind == "index"}
+        names |= {part.name for part in checkpoint.parts if part.role == "index"}
         sources = file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
     else:
         with suppress(AttributeError, OSError, ValueError):

@@ -196,7 +196,7 @@ class _OldShards:
             raise
 
     def _link(self, replaced: list[str]) -> None:
-        from transload.formats.directory import MAX_INDEX
+        from transload.formats.sets.sharded import MAX_INDEX
 
         with open(self._index, "rb") as file:
             self._text = file.read(MAX_INDEX)

@@ -1,0 +1,117 @@
+"""Checkpoints of several files: one module per kind, each with ``matches(listing)`` and ``read(merger)``.
+
+``read`` lists a folder, asks each kind whether the folder is one of it, and also reads the pickles of other files in
+it. A kind reads files and merges their checkpoints with a ``Merger``, and opens them only through its ``Folder``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from transload.checkpoint import Checkpoint, Draft, Part
+from transload.errors import CannotReadError
+from transload.findings import LimitedProblems, join_names
+from transload.formats.sets import dcp, deepspeed, megatron, sharded, single, unpacked
+from transload.formats.sets.merger import Merger, ReadFile, listed
+from transload.formats.sets.single import checkpoint_files
+from transload.frozen import replace
+from transload.io.folder import MAX_ENTRIES, Folder, Listing
+from transload.io.sources import Source
+
+__all__ = ["read"]
+
+# How far an unknown directory is searched for something to read.
+MAX_DEPTH = 3
+_MAX_OTHERS = 20
+# The problems of a file beside the checkpoint that concern safety: whether its tensors are whole does not matter.
+_SAFETY_PROBLEMS = {
+    *("pickle-ambiguous", "pickle-broken", "pickle-unreadable", "tar-ambiguous", "zip-directory-record"),
+    *("zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ", "zip-nul-name", "zip-odd-name"),
+    *("zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
+}
+
+
+class Kind(Protocol):
+    """A kind of checkpoint of several files."""
+
+    def matches(self, listing: Listing, /) -> bool:
+        """Whether a folder is one, by the names in it."""
+
+    def read(self, merger: Merger, /) -> Checkpoint:
+        """Read the folder of the merger. Bad content is a problem, never an error."""
+
+
+_KINDS: tuple[Kind, ...] = (megatron, dcp, deepspeed, unpacked, sharded)
+"""The order matters: Megatron's newer form contains a distributed checkpoint, and any kind may contain other files."""
+
+
+def read(
+    folder: Folder, read_file: ReadFile, read_item: Callable[[Source], Checkpoint], *, index: str = ""
+) -> Checkpoint:
+    """Read a folder, or only the shards of an ``index`` in it.
+
+    ``read_file`` reads a file of the folder by its name, ``read_item`` the archives inside ``.distcp`` files. Bad
+    content is a problem, never an error; ``CannotReadError`` only if the folder cannot be listed, or the index read.
+    """
+    if index:
+        checkpoint = sharded.read_index(Merger(listed(folder, "", LimitedProblems()), read_file, read_item), index)
+        return replace(checkpoint, path=folder.path(index))
+    listing = folder.list()
+    kind = next((kind for kind in (*_KINDS, single) if kind.matches(listing)), None)
+    checkpoint = kind.read(Merger(listing, read_file, read_item)) if kind else _describe_unknown(listing)
+    # Add dangling links, and files that are not part of the checkpoint: a program that loads the directory may load
+    # those, too, so their pickles are read.
+    noted = LimitedProblems()
+    noted.extend(checkpoint.problems)
+    if listing.cut:
+        noted.add("directory-too-long", "", f"only its first {MAX_ENTRIES:,} entries were looked at")
+    if listing.dangling:
+        noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {join_names(listing.dangling)}")
+    known = {part.name for part in checkpoint.parts}
+    beside = [] if checkpoint.index else [name for name in checkpoint_files(listing) if name not in known]
+    pickles = [*checkpoint.pickles]
+    for name in beside[:_MAX_OTHERS]:
+        try:
+            other = read_file(name)
+        except CannotReadError as error:
+            noted.add("part-unreadable", name, error.what)
+            continue
+        for pickle in other.pickles:
+            pickle.main = False
+            pickle.name = f"{name} › {pickle.name}"
+        noted.extend(problem.within(name) for problem in other.problems if problem.code in _SAFETY_PROBLEMS)
+        pickles += other.pickles
+    if beside:
+        noted.add("directory-others", "", f"{len(beside):,} files: {join_names(beside)}")
+    if len(beside) > _MAX_OTHERS:
+        noted.add("directory-others-unread", "", f"{len(beside) - _MAX_OTHERS:,} of them")
+    others = (Part(name, "beside the checkpoint", listing.files[name], role="beside") for name in beside)
+    parts = (*checkpoint.parts, *others)
+    return replace(checkpoint, problems=noted.problems(), parts=parts, pickles=tuple(pickles))
+
+
+def _describe_unknown(listing: Listing) -> Checkpoint:
+    """A directory of no known kind: list what looks like a checkpoint in it, a few levels down."""
+    noted = LimitedProblems()
+    found: dict[str, int] = {}
+    waiting = [listing]
+    budget = MAX_ENTRIES
+    while waiting and budget > 0:
+        here = waiting.pop(0)
+        budget -= len(here.files) + len(here.folders) + 1
+        if here.prefix and any(kind.matches(here) for kind in _KINDS):
+            found[here.prefix.rstrip("/")] = 0
+            continue
+        found |= {here.prefix + name: here.files[name] for name in checkpoint_files(here)}
+        folders = here.folders if here.prefix.count("/") < MAX_DEPTH else ()
+        real = [here.prefix + name for name in folders if name not in here.links]  # links may form circles
+        waiting += [listed(listing.folder, name, noted) for name in real]
+    names = [*(f"{name}/" for name in listing.folders), *listing.files]
+    detail = f"it contains {join_names(names, 8)}" if names else "it is empty"
+    if found:
+        detail += f"; these look like checkpoints: {join_names([*found], 8)}"
+    noted.add("directory-unknown", "", detail)
+    out = Draft(listing.folder.name, "directory", sum(listing.files.values()), noted.problems())
+    out.parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in found.items()]
+    return out.checkpoint()
