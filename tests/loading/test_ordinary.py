@@ -194,7 +194,7 @@ def test_default_dtype_and_device_do_not_affect_loaded_dtypes(dtype: str) -> Non
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            loaded = load(buffer)
+            loaded = load(buffer.getvalue())
     finally:
         torch.set_default_dtype(torch.float32)
     buffer.seek(0)

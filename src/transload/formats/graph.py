@@ -102,6 +102,10 @@ class Budget:
         self._seen.add(ident)
         return False
 
+    def was_seen(self, ident: int) -> bool:
+        """Return whether an object was seen before, at no cost: it is not visited again."""
+        return ident in self._seen
+
     def spend(self, size: int, *, again: bool) -> None:
         """Pay for a name of that size; ``again`` if its object was seen before."""
         self._names += size
@@ -231,7 +235,7 @@ _WIDTHS = {dtype: width for dtype, width in ITEMSIZE.items() if dtype not in BLO
 # A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
 # name the key is a tuple of steps.
 _Children = Iterator[tuple[Any, Any, str | None]]
-_Frame = tuple[_Children, tuple[Key, ...], str, int, bool]
+_Frame = tuple[_Children, tuple[Key, ...], str, int, bool, bool]
 _Args = tuple[Any, ...]
 _Outside = dict[str, _Args] | None
 _Place = tuple[tuple[Key, ...], str]  # path and name
@@ -240,7 +244,9 @@ _Place = tuple[tuple[Key, ...], str]  # path and name
 class _Walk:
     """One search of a graph for tensors and leaves: iterative, cycle-safe, bounded.
 
-    A frame is a container being walked: what is left of its children, its path and name, whether it was seen before.
+    A frame is a container being walked: what is left of its children, its path and name, whether it was seen before,
+    and whether it belongs to an attribute of a tensor. Such attributes often lead back to the model or the dictionary
+    that has the tensor: in them only tensors count, and a container only where it is seen first.
     """
 
     def __init__(self, table: StorageTable, separator: str = "/", outside: _Outside = None) -> None:
@@ -260,10 +266,10 @@ class _Walk:
         """Walk everything below ``root``, which has that path and name."""
         self._visit(root, path, name, again=False)
         while self.frames:
-            children, path, name, ident, again = self.frames[-1]
+            children, path, name, ident, again, attribute = self.frames[-1]
             for child, key, label in children:
-                if type(child) in _ATOMS and len(self.leaves) >= MAX_LEAVES:
-                    self.skipped += 1
+                if type(child) in _ATOMS and (attribute or len(self.leaves) >= MAX_LEAVES):
+                    self.skipped += not attribute
                     self.table.budget.spend(0, again=again)
                     continue
                 if label is not None:
@@ -273,13 +279,13 @@ class _Walk:
                         key = short_key(key)  # noqa: PLW2901 - the raw key is not needed any more
                     steps = (*path, key)
                     label = f"{name}/{key}" if name else key if type(key) is str else str(key)  # noqa: PLW2901
-                if self._visit(child, steps, label, again=again):
+                if self._visit(child, steps, label, again=again, attribute=attribute):
                     break
             else:
                 self.frames.pop()
                 self.on_path.discard(ident)
 
-    def _visit(self, node: Any, path: tuple[Key, ...], name: str, *, again: bool) -> bool:
+    def _visit(self, node: Any, path: tuple[Key, ...], name: str, *, again: bool, attribute: bool = False) -> bool:
         """Add a node; true if it is a container whose children come next."""
         budget = self.table.budget
         budget.spend(len(name) + 8 * len(path), again=again)
@@ -290,21 +296,22 @@ class _Walk:
             if function in REBUILDS:
                 budget.seen(id(node))
                 tensor = self._ordinary(node.args, path, name) if function == _ORDINARY else None
-                if tensor is not None:
-                    self.tensors.append(tensor)
-                else:
-                    self._take(function, node.args, (path, name))
+                if tensor is None:
+                    return self._take(function, node.args, (path, name))
+                self.tensors.append(tensor)
                 return False
             if function not in _PLAIN_CALLS:
-                return self._enter(node, self._call_children(node, function, path, name), path, name)
+                children = self._call_children(node, function, path, name)
+                return self._enter(node, children, path, name, attribute=attribute)
         elif kind is Dict:
-            return self._enter(node, last_pairs(node.items), path, name)
+            return self._enter(node, last_pairs(node.items), path, name, attribute=attribute)
         elif kind is list or kind is tuple:
-            return self._enter(node, _indexed(node), path, name)
+            return self._enter(node, _indexed(node), path, name, attribute=attribute)
         elif kind is Set:
-            return self._enter(node, _indexed(node.items), path, name)
+            return self._enter(node, _indexed(node.items), path, name, attribute=attribute)
         elif kind is Persistent and type(node.id) in (str, int) and str(node.id) in self.outside:
-            self._take("torch._utils._rebuild_tensor", self.outside[str(node.id)], (path, name))
+            return self._take("torch._utils._rebuild_tensor", self.outside[str(node.id)], (path, name))
+        if attribute:
             return False
         if len(self.leaves) >= MAX_LEAVES:
             self.skipped += 1
@@ -315,8 +322,9 @@ class _Walk:
             self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
         return False
 
-    def _enter(self, node: Any, children: _Children, path: tuple[Key, ...], name: str) -> bool:
-        if id(node) in self.on_path:
+    def _enter(self, node: Any, children: _Children, path: tuple[Key, ...], name: str, *, attribute: bool) -> bool:
+        budget, again = self.table.budget, False
+        if id(node) in self.on_path or (attribute and budget.was_seen(id(node))):
             return False
         if len(path) >= MAX_DEPTH:
             detail = f"nested deeper than {MAX_DEPTH} levels; what is below is not shown"
@@ -329,13 +337,12 @@ class _Walk:
             given = node.args[:1] if type(node.args) is tuple and called(node) == _ORDERED_DICT else ()
             inner = state[:2] if type(state) is tuple else (state,)
             parts += [part for part in (*inner, *given) if type(part) in (Dict, list)]
-        budget, again = self.table.budget, False
         for part in parts:
             if budget.seen(id(part)):
                 again = True
                 budget.repeat(len(part.items) if type(part) is Dict else 1)
         self.on_path.add(id(node))
-        self.frames.append((children, path, name, id(node), again))
+        self.frames.append((children, path, name, id(node), again, attribute))
         return True
 
     def _call_children(self, node: Call, callee: str, path: tuple[Key, ...], name: str) -> _Children:
@@ -384,15 +391,28 @@ class _Walk:
 
     # -- the tensor that a call would make
 
-    def _take(self, function: str, args: object, at: _Place) -> None:
+    def _take(self, function: str, args: object, at: _Place) -> bool:
+        """Add the tensor of a call; true if it has attributes, which come next."""
         if self.rebuilder is None:
             from transload.formats.rebuild_facts import RebuildReader  # here, since most files do not need it
 
-            self.rebuilder = RebuildReader(self.table, _search, self.depth)
-        tensors, wrong = self.rebuilder.tensors(function, args, at)
-        self.tensors += tensors
-        if wrong:
+            self.rebuilder = RebuildReader(self.table, self._inside, self.depth)
+        tensor, attributes, wrong = self.rebuilder.tensor(function, args, at)
+        if tensor is None:
             self.noted.add("tensor-broken", at[1] or "the root", wrong)
+            return False
+        self.tensors.append(tensor)
+        before = len(self.frames)
+        for each in reversed(attributes):
+            self._visit(each, *at, again=False, attribute=True)
+        return len(self.frames) > before
+
+    def _inside(self, node: object, at: _Place, depth: int) -> tuple[list[Tensor], tuple[Problem, ...]]:
+        """The tensors that another one consists of, and what is wrong with them."""
+        walk = _Walk(self.table)
+        walk.depth, walk.on_path = depth, self.on_path
+        walk.run(node, *at)
+        return walk.tensors, walk.noted.problems()
 
     def _ordinary(self, args: Any, path: tuple[Key, ...], name: str) -> Tensor | None:
         """What ``RebuildReader._strided`` makes of the arguments of nearly all tensors; ``None`` for any others.
@@ -424,14 +444,6 @@ class _Walk:
             begin += offset * width
         fields = (path, name, dtype, shape, stride, device, key, offset, False, "strided", "", (), begin, (), None)
         return _new(Tensor, fields)
-
-
-def _search(table: StorageTable, node: object, at: _Place, depth: int) -> tuple[list[Tensor], tuple[Problem, ...]]:
-    """The tensors inside an object that is itself a tensor, and what is wrong with them."""
-    walk = _Walk(table)
-    walk.depth = depth
-    walk.run(node, *at)
-    return walk.tensors, walk.noted.problems()
 
 
 def find_tensors(root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None) -> Tree:

@@ -21,7 +21,7 @@ _new = tuple.__new__  # as in tensors
 _Args = tuple[Any, ...]
 Place = tuple[tuple[Key, ...], str]
 """The path and the name of a tensor."""
-Search = Callable[[Any, object, Place, int], tuple[list[Tensor], Iterable[Problem]]]
+Search = Callable[[object, Place, int], tuple[list[Tensor], Iterable[Problem]]]
 
 
 class Storages(Protocol):
@@ -81,24 +81,24 @@ def _dtype(node: object) -> str:
 class RebuildReader:
     """Makes the tensors that torch's rebuild functions would make; each function has a method of its name.
 
-    ``search`` finds the tensors of a table inside an object, and ``depth`` counts tensors inside tensors.
+    ``search`` finds the tensors inside an object, and ``depth`` counts tensors inside tensors.
     """
 
     def __init__(self, table: Storages, search: Search, depth: int) -> None:
         self._table = table
         self._search = search
         self._depth = depth
-        self._carried: list[Tensor] = []
+        self._attributes: list[object] = []
 
-    def tensors(self, function: str, args: object, at: Place) -> tuple[list[Tensor], str]:
-        """The tensor that a call would make, and those it carries as attributes; or none, and what is wrong."""
-        self._carried = []
+    def tensor(self, function: str, args: object, at: Place) -> tuple[Tensor | None, list[object], str]:
+        """The tensor that a call would make, and the nodes of its attributes; or none, and what is wrong."""
+        self._attributes = []
         try:
-            return [self._apply(function, args, at), *self._carried], ""
+            return self._apply(function, args, at), self._attributes, ""
         except BadTensor as reason:
-            return [], str(reason)
+            return None, [], str(reason)
         except (IndexError, ValueError, TypeError):
-            return [], "its rebuild call has arguments of a wrong kind"
+            return None, [], "its rebuild call has arguments of a wrong kind"
 
     def _apply(self, function: str, args: object, at: Place) -> Tensor:
         """The tensor that a rebuild function would make of some arguments; ``BadTensor`` if it would make none."""
@@ -127,7 +127,7 @@ class RebuildReader:
 
     def _inside(self, node: object, at: Place) -> tuple[Tensor, ...]:
         """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
-        tensors, problems = self._search(self._table, node, at, self._depth)
+        tensors, problems = self._search(node, at, self._depth)
         for problem in problems:
             raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
         return tuple(tensors)
@@ -187,7 +187,7 @@ class RebuildReader:
         inner = self._rebuild(args[0], at)
         if args[1] is True:
             _check_grad(inner.dtype)
-        self._carried += self._inside(args[3], at) if len(args) > 3 else ()
+        self._attributes += args[3:]
         return inner._replace(requires_grad=args[1] is True, cls=inner.cls or "Parameter")
 
     _rebuild_parameter_with_state = _rebuild_parameter
@@ -227,10 +227,10 @@ class RebuildReader:
         inner = self._apply(dotted(function), inner_args, at)
         cls = dotted(kind).rpartition(".")[2]
         inner = inner._replace(cls="" if cls == "Tensor" else cls)
-        inside = () if inner.parts else self._inside(state, at)  # a jagged one repeats its parts there
         if inner.kind == "subclass":
-            return inner._replace(parts=inside)
-        self._carried += inside
+            return inner._replace(parts=self._inside(state, at))
+        if not inner.parts:  # a jagged one repeats its parts there
+            self._attributes.append(state)
         return inner
 
     _rebuild_from_type_v2 = _rebuild_from_type

@@ -66,13 +66,14 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     >>> import io, torch
     >>> file = io.BytesIO()
     >>> torch.save({"model": {"fc.weight": torch.eye(3)}, "epoch": 7}, file)
-    >>> with open(file) as handle:
+    >>> with open(file.getvalue()) as handle:
     ...     list(handle), handle.metadata["epoch"], handle.slice("model/fc.weight")[1]
     (['model/fc.weight'], 7, tensor([0., 1., 0.]))
 
     ``device`` takes what ``map_location`` of ``transload.load`` takes: ``"auto"`` puts each tensor on a device that
     this machine has, ``None`` on the device it was saved on. ``dtype`` converts floating-point tensors. Nothing in the
-    file is run, so files that ``torch.load`` only loads with ``weights_only=False`` can be opened, too. In a damaged
+    file is run, so files that ``torch.load`` only loads with ``weights_only=False`` can be opened, too; only reading a
+    tensor of a class that is not allowed, such as a quantized one of torchao, raises ``UnsafeError``. In a damaged
     file, every tensor whose bytes are there can be read.
     """
     import torch

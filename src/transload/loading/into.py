@@ -109,7 +109,7 @@ def load_into(
     >>> import io, torch
     >>> file = io.BytesIO()
     >>> torch.save({"epoch": 3, "state_dict": torch.nn.Linear(2, 2).state_dict()}, file)
-    >>> load_into(torch.nn.Linear(2, 2), file)
+    >>> load_into(torch.nn.Linear(2, 2), file.getvalue())
     <All keys matched successfully; found in state_dict>
 
     The state dict may be anywhere in the file (``prefix`` says where, if several places fit). ``module.``,
