@@ -40,7 +40,7 @@ def _fake_files(monkeypatch: pytest.MonkeyPatch) -> None:
             raise CannotReadError("No such file or directory", where=path, fix="Check the spelling.", errno=2)
         return replace(FILES[path], integrity="whole") if verify else FILES[path]
 
-    monkeypatch.setattr("transload.judge.inspect", inspect)
+    monkeypatch.setattr("transload.opening.inspect", inspect)
 
 
 @pytest.mark.usefixtures("_fake_files")
