@@ -31,8 +31,9 @@ from tests.each import each
 from tests.forge import DANGEROUS, FUZZ, ordered, pickled, tensor
 from tests.release import RELEASE, SAVES_NEW_DTYPES
 
-from transload.checkpoint import Checkpoint, contiguous
+from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
+from transload.geometry import contiguous
 from transload.opening import inspect
 
 DATA = Path(__file__).parent / "data"

@@ -23,7 +23,19 @@ PACKAGE = ROOT / "src" / "transload"
 # What each room (subpackage) may import. Modules outside the rooms hold plain facts, which every room may import; they
 # import only each other. Every room may display its own results with `render`. A new room must be listed here, and in
 # docs/architecture.md, before its first import.
-FACTS = {"_version", "checkpoint", "contents", "devices", "dtypes", "errors", "findings", "frozen", "machine", "nodes"}
+FACTS = {
+    "_version",
+    "checkpoint",
+    "contents",
+    "devices",
+    "dtypes",
+    "errors",
+    "findings",
+    "frozen",
+    "geometry",
+    "machine",
+    "nodes",
+}
 FRONTS = {"__init__", "__main__", "cli"}
 _FILES = {"io", "formats", "judge", "opening"}
 ROOMS: dict[str, set[str]] = {

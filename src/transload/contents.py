@@ -47,8 +47,6 @@ PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-packa
 Key = str | int
 """A component of a path: a dictionary key, an attribute name, or an index. Other keys appear as text."""
 
-_MAX_STRIDE = 1 << 64
-
 
 class Storage(NamedTuple):
     """Bytes that one or more tensors are views of, tagged with the device they were saved from.
@@ -414,20 +412,6 @@ class Contents(Frozen):
             "facts": dict(self.facts),
             **{name: [each.to_dict() for each in getattr(self, name)] for name in lists},
         }
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as in torch.
-
-    >>> contiguous((2, 3, 4))
-    (12, 4, 1)
-    """
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = min(step * max(size, 1), _MAX_STRIDE)  # a zero-sized tensor may claim any other sizes
-    return tuple(reversed(strides))
 
 
 def byte_span(tensor: Tensor) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from tests.each import each
 from tests.forge import deflated
 
 import transload
+from transload.io.packed import Inflating
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
-from transload.opening.elements import Inflating
 
 
 def source_of(kind: str, data: bytes, folder: Path) -> Source:

@@ -16,9 +16,9 @@ import torch
 from tests.loading.zoo import saved
 
 from transload.errors import UsageError
+from transload.io import packed as inflating
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
-from transload.opening import elements as inflating
 
 VALUE = torch.arange(64.0).reshape(8, 8)
 

@@ -31,8 +31,8 @@ from tests.forge import (
 from tests.loading.equal import assert_same
 from tests.loading.zoo import IGNORED_WARNINGS
 
-from transload.checkpoint import contiguous
 from transload.errors import LoadError
+from transload.geometry import contiguous
 from transload.loading import build as building
 from transload.loading import load
 from transload.loading.build import kind_of, ordinary, tensor_view

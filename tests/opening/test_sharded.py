@@ -10,10 +10,11 @@ from math import prod
 import pytest
 from tests.each import each
 
-from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.errors import ContentError
+from transload.geometry import boxes, contiguous
 from transload.io.sources import BytesSource
-from transload.opening.elements import ElementReader, boxes, is_covered
+from transload.opening.elements import ElementReader, is_covered
 
 
 def sharded(

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, GlobalUse, Key, Leaf, Origin, Storage, Tensor
 from transload.dtypes import itemsize
 from transload.findings import Finding
+from transload.geometry import contiguous
 
 
 class Builder:

@@ -16,12 +16,13 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from transload.checkpoint import Checkpoint, Draft, Record, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Draft, Record, Storage, Tensor
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.findings import LimitedProblems
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, full_name
 from transload.frozen import NamedTuple
+from transload.geometry import contiguous
 from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
 from transload.nodes import Call, Pickle, called, dotted

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from transload.checkpoint import Key, Storage, Tensor, contiguous
+from transload.checkpoint import Key, Storage, Tensor
 from transload.dtypes import BLOCKS, ITEMSIZE, MAX_SIZE, itemsize
 from transload.findings import LimitedProblems, Problem
+from transload.geometry import contiguous
 from transload.nodes import REBUILDS, Call, Dict, Global, called, device_text, dotted, short, text_of
 
 # Dimensions of a tensor. A million tensors could share a shape of a million dimensions, for two bytes each.

@@ -9,10 +9,11 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Draft, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Draft, Storage, Tensor
 from transload.dtypes import ITEMSIZE, SAFETENSORS
 from transload.findings import LimitedProblems, join_names
 from transload.frozen import NamedTuple
+from transload.geometry import contiguous
 from transload.io.sources import Source
 
 PREFIX = 8

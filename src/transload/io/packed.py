@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from _thread import allocate_lock
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -206,3 +208,60 @@ class Assembly(Source):
             offset += len(data)
             index += inside + len(data) == part.length
         return found[0] if len(found) == 1 else b"".join(found)
+
+
+class Inflating(Source):
+    """The content of a compressed record. Reading on is cheap; seeking back starts over at the record's first byte."""
+
+    def __init__(
+        self, base: Source, offset: int, stored: int, size: int, unpack: Callable[..., Iterator[bytes]] = inflated
+    ) -> None:
+        self.name = base.name
+        self.size = size
+        self._begin = partial(unpack, base, offset, stored, size)
+        self._lock = allocate_lock()
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._pieces = self._begin()
+        self._left = memoryview(b"")  # the unread rest of the last piece
+        self._position = 0  # where that rest begins
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        out = bytearray(max(0, min(count, self.size - offset)))
+        got = self.readinto(offset, memoryview(out))
+        return bytes(out[:got])
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; return the number of bytes read."""
+        from zlib import error
+
+        if offset < 0:
+            return 0
+        end = min(offset + len(buffer), self.size)
+        with self._lock:
+            try:
+                if offset < self._position:
+                    self._rewind()
+                while self._position < end:
+                    while not self._left:
+                        piece = next(self._pieces, None)
+                        if piece is None:
+                            return max(0, self._position - offset)
+                        self._left = memoryview(piece)
+                    at = self._position - offset
+                    part = self._left[: end - self._position if at >= 0 else -at]
+                    if at >= 0:
+                        buffer[at : at + len(part)] = part
+                    self._left = self._left[len(part) :]
+                    self._position += len(part)
+            except (error, UnicodeError) as reason:
+                self._rewind()
+                from transload.errors import BrokenFileError
+
+                raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
+            except BaseException:  # an interrupt may come between decoding bytes and counting them
+                self._rewind()
+                raise
+        return max(0, end - offset)

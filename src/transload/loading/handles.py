@@ -15,7 +15,7 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from transload.checkpoint import Checkpoint, Key, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import (
     BrokenFileError,
     ContentError,
@@ -30,6 +30,7 @@ from transload.errors import (
 from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
+from transload.geometry import View, boxes, contiguous
 from transload.io.memory import memory_at
 from transload.io.sources import Source, SourceLike
 from transload.judge.problems import refuse_broken
@@ -38,7 +39,7 @@ from transload.loading.build import build_object, is_fake_mode
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.opening import CheckpointFile, OpenCheckpoint
-from transload.opening.elements import Elements, MissingBytesError, View, box_of, boxes, is_covered
+from transload.opening.elements import Elements, MissingBytesError, box_of, is_covered
 from transload.opening.jobs import ReadRequest, Settings, ShortReadError, can_read_to
 
 if TYPE_CHECKING:

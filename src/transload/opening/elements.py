@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
 from math import prod
-from threading import Lock
 from typing import Any, Literal, NamedTuple
 
-from transload.checkpoint import Checkpoint, Record, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.errors import BrokenFileError, ContentError, TransloadError
-from transload.io.packed import MAX_RATIO, from_text, inflated
+from transload.errors import ContentError, TransloadError
+from transload.geometry import Axis, Box, View, axes_of, boxes, contiguous
+from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
 from transload.io.sources import BytesSource, Source
 from transload.render.words import plural
 
@@ -76,31 +76,56 @@ class ElementReader:
         """The elements of a tensor in row-major order, little-endian, with ``flags`` (conj, neg) resolved.
 
         Each chunk has at most ``size`` bytes, holds whole elements, and is valid until the next one is read.
-        ``ContentError`` if bytes are missing, or if the tensor is not a dense array of numbers: quantized, sparse,
-        nested, a subclass.
+        ``ContentError`` as for ``reads``, or if the file ends too early.
         """
         size = max(16, size - size % 16)
+        reads = self.reads(tensor)
+        shape, window = tensor.shape, WINDOW
+        if len(reads) == 1:
+            elements = reads[0].elements
+            if elements.view.is_contiguous:  # a chunk need not begin with a row
+                shape, window = (elements.nbytes // elements.itemsize,), size
+                flat = elements._replace(view=View(shape, (1,), elements.view.offset))
+                reads = [Read(flat, Box((0,), shape))]
+        width = reads[0].elements.itemsize if reads else 1
+        buffer = memoryview(bytearray(min(window, prod(shape) * width) if reads else 0))
+        try:
+            for box in boxes(shape, window // width) if reads else ():
+                block = buffer[: prod(box.shape) * width]
+                for read in reads:
+                    read.fill(block, box)
+                for at in range(0, len(block), size):
+                    yield block[at : at + size]
+        except MissingBytesError as end:
+            raise self._lost(tensor, read.elements.ends_at(end.position)) from end
+
+    def reads(self, tensor: Tensor, box: Box | None = None) -> list[Read]:
+        """What to read for a tensor, or for a box of it: of a sharded one, only the shards that the box touches.
+
+        ``ContentError`` if some elements are known to be missing, or if the tensor is not a dense array of numbers:
+        quantized, sparse, nested, a subclass.
+        """
         tensor = _stored(tensor)
-        if tensor.kind == "sharded":
-            yield from self._sharded(tensor, size)
-            return
-        if tensor.kind != "strided":
+        rank = len(tensor.shape)
+        box = box or Box((0,) * rank, tensor.shape)
+        if tensor.kind == "strided":
+            view = View(tensor.shape, tensor.stride, tensor.offset).part(box)
+            return [Read(self.elements(tensor, view), Box((0,) * rank, box.shape))]
+        if tensor.kind != "sharded":
             kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
             parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
             raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
-        elements = flat = self.elements(tensor)
-        width, window = elements.itemsize, WINDOW
-        if elements.view.is_contiguous:  # a chunk need not begin with a row
-            flat, window = elements._replace(view=View((elements.nbytes // width,), (1,), tensor.offset)), size
-        buffer = memoryview(bytearray(min(window, flat.view.numel * width)))
-        try:
-            for box in boxes(flat.view.shape, window // width):
-                done = flat.read(box, buffer[: prod(box.shape) * width])
-                for at in range(0, len(done), size):
-                    yield done[at : at + size]
-        except MissingBytesError as end:
-            missing = elements.offset + elements.nbytes - end.position
-            raise self._lost(tensor, f"the file ends {missing:,} bytes before they do") from end
+        self._refuse_dtype(tensor)
+        if why := self.missing(tensor):
+            raise self._lost(tensor, why)
+        reads = []
+        for shard in tensor.parts:
+            place = box_of(shard, rank)
+            if (shared := box.intersection(place)) is not None:
+                inner = self.reads(shard, shared.within(place))
+                into = shared.within(box).start
+                reads += [read._replace(into=read.into.moved(into)) for read in inner]
+        return reads
 
     def missing(self, tensor: Tensor) -> str:
         """Why some elements of a tensor are missing, as far as that is known before reading; empty if none are.
@@ -184,24 +209,6 @@ class ElementReader:
             return None
         return Inflating(source, record.offset, record.stored, record.size, unpack)
 
-    def _sharded(self, tensor: Tensor, size: int) -> Iterator[memoryview]:
-        self._refuse_dtype(tensor)
-        if why := self.missing(tensor):
-            raise self._lost(tensor, why)
-        width = ITEMSIZE[tensor.dtype]
-        parts = [(box_of(part, len(tensor.shape)), part) for part in tensor.parts if part.numel]
-        for box in boxes(tensor.shape, WINDOW // width):
-            block = memoryview(bytearray(prod(box.shape) * width))
-            for where, part in parts:
-                shared = box.intersection(where)
-                if shared is not None:
-                    steps = zip(shared.start, where.start, part.stride, strict=True)
-                    first = part.offset + sum((a - b) * step for a, b, step in steps)
-                    data = b"".join(self.chunks(part._replace(shape=shared.shape, offset=first)))
-                    _scatter(data, block, box, shared, width)
-            for at in range(0, len(block), size):
-                yield block[at : at + size]
-
     def _refuse_dtype(self, tensor: Tensor) -> None:
         whole = tensor.dtype in ITEMSIZE and itemsize(tensor.dtype, 8) == 8 * ITEMSIZE[tensor.dtype]
         if whole:
@@ -263,83 +270,7 @@ def _stored(tensor: Tensor) -> Tensor:
     return _stored(tensor.parts[0]) if same else tensor
 
 
-# -- views and boxes: which elements
-
-
-class View(NamedTuple):
-    """Sizes, strides and storage offset of a tensor, in elements."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = 0
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return prod(self.shape)
-
-    @property
-    def extent(self) -> int:
-        """The number of storage elements from its first to its last, inclusive.
-
-        >>> View((2, 3), (10, 1)).extent
-        13
-        """
-        if 0 in self.shape:
-            return 0
-        return 1 + sum([(size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)])
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements are adjacent and in row-major order."""
-        axes = axes_of(self.shape, self.stride)
-        return not axes or 0 in self.shape or (len(axes) == 1 and axes[0].step == 1)
-
-    def has_layout(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-        """Whether a tensor of this shape and stride has the same memory layout, and neither has gaps."""
-        expected = 1
-        for step, size, other in sorted(zip(self.stride, self.shape, stride, strict=False)):
-            if size > 1 and not step == other == expected:  # the stride of a dimension of size 1 means nothing
-                return False
-            expected *= size
-        return self.shape == shape
-
-
-class Box(NamedTuple):
-    """A rectangular part of a tensor: its start in each dimension, and its shape."""
-
-    start: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index of the tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
-
-    def intersection(self, other: Box) -> Box | None:
-        """The part that it shares with another; ``None`` if there is none."""
-        edges = zip(self.start, self.shape, other.start, other.shape, strict=True)
-        spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
-        if any(end <= begin for begin, end in spans):
-            return None
-        return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
-
-
-def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Split a shape into boxes of at most ``most`` elements, in row-major order.
-
-    >>> [box.start for box in boxes((3, 4), 8)]
-    [(0, 0), (2, 0)]
-    """
-    if prod(shape) <= most:
-        yield Box((0,) * len(shape), shape)
-        return
-    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most)
-    many, rest = most // prod(shape[dim + 1 :]), shape[dim + 1 :]
-    for outer in product(*map(range, shape[:dim])):
-        for index in range(0, shape[dim], many):
-            size = min(many, shape[dim] - index)
-            yield Box((*outer, index, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
+# -- boxes of sharded tensors
 
 
 def box_of(part: Tensor, rank: int) -> Box:
@@ -426,38 +357,62 @@ class Elements(NamedTuple):
         """Whether the bytes in the file differ from those of the little-endian numbers."""
         return self.swapped or bool(self.flags)
 
-    def read(self, box: Box, out: memoryview) -> memoryview:
-        """The elements of a box of the view, in row-major order, as plain little-endian numbers.
+    def ends_at(self, position: int) -> str:
+        """What to say if the source ends at a position, before the last element."""
+        return f"the file ends {self.offset + self.nbytes - position:,} bytes before they do"
 
-        They are read into ``out``, which has their size in bytes. The result is ``out``, unless they need conversion.
-        """
-        first = sum(start * step for start, step in zip(box.start, self.view.stride, strict=True))
-        view = View(box.shape, self.view.stride, self.view.offset + first)
+    def read(self, box: Box, out: memoryview, order: str = "little") -> None:
+        """Read the elements of a box of the view into a buffer of their size: in row-major order, as plain numbers."""
+        view = self.view.part(box)
         if view.is_contiguous:
             _read_all(self.source, self.start + view.offset * self.itemsize, out)
         else:
             width, view = _as_integers(self.itemsize, view)
             gather = _Gather(self.source, self.start, width)
             gather.fill(axes_of(view.shape, view.stride), view.offset, out.cast(FORMATS[width]))
-        if not self.needs_conversion:
-            return out
-        data, flags, dtype, width = out, self.flags, self.dtype, _component(self.dtype, self.itemsize)
-        if self.swapped:
-            little_endian = array(FORMATS[width], data.tobytes())
-            little_endian.byteswap()
-            data = memoryview(little_endian).cast("B")
-        if dtype in _COMPLEX:
+        width, flags = _component(self.dtype, self.itemsize), self.flags
+        if self.swapped and (flags or order == "little"):
+            swap_bytes(out, width)
+        if self.dtype in _COMPLEX:
             if "neg" in flags:
-                _change_sign(data, width - 1, 2 * width)
+                _change_sign(out, width - 1, 2 * width)
             if ("neg" in flags) != ("conj" in flags):
-                _change_sign(data, 2 * width - 1, 2 * width)
-        elif "neg" in flags and dtype.startswith(("float", "bfloat")):
-            _change_sign(data, width - 1, width)
+                _change_sign(out, 2 * width - 1, 2 * width)
+        elif "neg" in flags and self.dtype.startswith(("float", "bfloat")):
+            _change_sign(out, width - 1, width)
         elif "neg" in flags:
             mask = (1 << 8 * width) - 1
-            values = (int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width))
-            data = memoryview(bytearray().join((-value & mask).to_bytes(width, "little") for value in values))
-        return data
+            values = (int.from_bytes(out[at : at + width], "little") for at in range(0, len(out), width))
+            out[:] = b"".join((-value & mask).to_bytes(width, "little") for value in values)
+        if order == "big" and (flags or not self.swapped):
+            swap_bytes(out, width)
+
+
+class Read(NamedTuple):
+    """Elements in a file, and the box of what is wanted that they fill."""
+
+    elements: Elements
+    into: Box
+
+    def fill(self, block: memoryview, box: Box) -> None:
+        """Read what belongs into a box into the memory of that box, which is in row-major order."""
+        shared = box.intersection(self.into)
+        if shared == box:
+            self.elements.read(shared.within(self.into), block)
+        elif shared is not None:
+            width = self.elements.itemsize
+            data = memoryview(bytearray(prod(shared.shape) * width))
+            self.elements.read(shared.within(self.into), data)
+            _scatter(data, block, box, shared, width)
+
+
+def swap_bytes(data: memoryview, width: int) -> None:
+    """Reverse the byte order of numbers, in place."""
+    if width > 1:
+        for at in range(0, len(data), WINDOW):
+            numbers = array(FORMATS[width], data[at : at + WINDOW].tobytes())
+            numbers.byteswap()
+            data[at : at + WINDOW] = memoryview(numbers).cast("B")
 
 
 def _component(dtype: str, itemsize: int) -> int:
@@ -482,7 +437,7 @@ def _as_integers(itemsize: int, view: View) -> tuple[int, View]:
     return itemsize // 2, View((*view.shape, 2), stride, 2 * view.offset)
 
 
-def _scatter(data: bytes, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
+def _scatter(data: memoryview, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
     """Copy row-major elements to where they belong in the block of a box."""
     strides = contiguous(box.shape)
     first = sum((a - b) * step for a, b, step in zip(shared.start, box.start, strides, strict=True))
@@ -490,34 +445,6 @@ def _scatter(data: bytes, block: memoryview, box: Box, shared: Box, itemsize: in
     _, there = _as_integers(itemsize, View(shared.shape, strides, first))
     axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
     _Gather(BytesSource(data), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
-
-
-class Axis(NamedTuple):
-    """A dimension: its size, and its stride in the storage and in the result, in elements."""
-
-    size: int
-    step: int
-    out_step: int
-
-
-def axes_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Axis]:
-    """The dimensions of a view that is copied into row-major order, merged into as few as possible.
-
-    >>> axes_of((4, 1, 5), (5, 7, 1))
-    [Axis(size=20, step=1, out_step=1)]
-    """
-    axes: list[Axis] = []
-    out_step = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size == 1:
-            continue
-        last = axes[-1] if axes else None
-        if last is not None and step == last.step * last.size:
-            axes[-1] = Axis(last.size * size, last.step, last.out_step)
-        else:
-            axes.append(Axis(size, step, out_step))
-        out_step *= size
-    return axes[::-1]
 
 
 class _Gather:
@@ -595,59 +522,3 @@ def numpy_or_none() -> Any:
     except Exception:  # noqa: BLE001 - an installation can be broken in any way
         return None
     return np
-
-
-# -- compressed storages
-
-
-class Inflating(Source):
-    """The content of a compressed record. Reading on is cheap; seeking back starts over at the record's first byte."""
-
-    def __init__(self, base: Source, offset: int, stored: int, size: int, unpack: _Unpack = inflated) -> None:
-        self.name = base.name
-        self.size = size
-        self._begin = partial(unpack, base, offset, stored, size)
-        self._lock = Lock()
-        self._rewind()
-
-    def _rewind(self) -> None:
-        self._pieces = self._begin()
-        self._left = memoryview(b"")  # the unread rest of the last piece
-        self._position = 0  # where that rest begins
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        out = bytearray(max(0, min(count, self.size - offset)))
-        got = self.readinto(offset, memoryview(out))
-        return bytes(out[:got])
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        from zlib import error
-
-        if offset < 0:
-            return 0
-        end = min(offset + len(buffer), self.size)
-        with self._lock:
-            try:
-                if offset < self._position:
-                    self._rewind()
-                while self._position < end:
-                    while not self._left:
-                        piece = next(self._pieces, None)
-                        if piece is None:
-                            return max(0, self._position - offset)
-                        self._left = memoryview(piece)
-                    at = self._position - offset
-                    part = self._left[: end - self._position if at >= 0 else -at]
-                    if at >= 0:
-                        buffer[at : at + len(part)] = part
-                    self._left = self._left[len(part) :]
-                    self._position += len(part)
-            except (error, UnicodeError) as reason:
-                self._rewind()
-                raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
-            except BaseException:  # an interrupt may come between decoding bytes and counting them
-                self._rewind()
-                raise
-        return max(0, end - offset)

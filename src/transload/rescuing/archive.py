@@ -20,9 +20,8 @@ from transload.formats.zip import ALIGNMENT, LOCAL, text_of
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import NamedTuple
-from transload.io.packed import MAX_RATIO, Assembly, SourceRange
+from transload.io.packed import MAX_RATIO, Assembly, Inflating, SourceRange
 from transload.io.sources import BytesSource, Source
-from transload.opening.elements import Inflating
 from transload.render.words import plural
 from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
 

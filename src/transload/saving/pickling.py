@@ -20,9 +20,9 @@ from math import prod
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
-from transload.checkpoint import contiguous
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.errors import CannotPickleError, SaveError
+from transload.geometry import contiguous
 
 
 class Geometry(NamedTuple):

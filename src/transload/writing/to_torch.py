@@ -14,10 +14,11 @@ from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Storage, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.graph import call_items, last_pairs, node_at, short_key
+from transload.geometry import contiguous
 from transload.nodes import Call, Dict, Global, Persistent, called, storage_id
 from transload.opening.elements import Allowance, ElementReader
 from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, Path, numpy_number, tensor_attributes

@@ -6,13 +6,14 @@ from contextlib import closing
 from math import prod
 from typing import TypeGuard
 
-from transload.checkpoint import Checkpoint, Part, Tensor, contiguous
+from transload.checkpoint import Checkpoint, Part, Tensor
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, join_names
 from transload.formats.pickle_machine import run
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.sets.merger import Merger
 from transload.formats.torch_zip import pickle_problems
+from transload.geometry import contiguous
 from transload.io.folder import Listing, relative_path
 from transload.io.sources import Slice
 from transload.nodes import Call, Dict, Global, short

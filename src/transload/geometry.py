@@ -1,0 +1,146 @@
+"""Which elements: views of a storage, boxes of a tensor. Plain numbers, in elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from transload.frozen import NamedTuple
+
+_MAX_STRIDE = 1 << 64
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, as in torch.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step = min(step * max(size, 1), _MAX_STRIDE)  # a zero-sized tensor may claim any other sizes
+    return tuple(reversed(strides))
+
+
+class View(NamedTuple):
+    """Sizes, strides and storage offset of a tensor, in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """The number of storage elements from its first to its last, inclusive.
+
+        >>> View((2, 3), (10, 1)).extent
+        13
+        """
+        if 0 in self.shape:
+            return 0
+        return 1 + sum([(size - 1) * step for size, step in zip(self.shape, self.stride, strict=True)])
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements are adjacent and in row-major order."""
+        axes = axes_of(self.shape, self.stride)
+        return not axes or 0 in self.shape or (len(axes) == 1 and axes[0].step == 1)
+
+    def part(self, box: Box) -> View:
+        """The view of a box of its elements.
+
+        >>> View((4, 6), (6, 1), 100).part(Box((1, 2), (2, 3)))
+        View(shape=(2, 3), stride=(6, 1), offset=108)
+        """
+        first = sum([start * step for start, step in zip(box.start, self.stride, strict=True)])
+        return View(box.shape, self.stride, self.offset + first)
+
+    def has_layout(self, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape and stride has the same memory layout, and neither has gaps."""
+        expected = 1
+        for step, size, other in sorted(zip(self.stride, self.shape, stride, strict=False)):
+            if size > 1 and not step == other == expected:  # the stride of a dimension of size 1 means nothing
+                return False
+            expected *= size
+        return self.shape == shape
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: its start in each dimension, and its shape."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index of the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    def within(self, other: Box) -> Box:
+        """The same box, counted from the start of another."""
+        return Box(tuple(a - b for a, b in zip(self.start, other.start, strict=True)), self.shape)
+
+    def moved(self, by: tuple[int, ...]) -> Box:
+        """The box further on in each dimension."""
+        return Box(tuple(a + b for a, b in zip(self.start, by, strict=True)), self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """The part that it shares with another; ``None`` if there is none."""
+        edges = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        spans = [(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
+        if any(end <= begin for begin, end in spans):
+            return None
+        return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
+
+
+def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
+    """Split a shape into boxes of at most ``most`` elements, in row-major order.
+
+    >>> [box.start for box in boxes((3, 4), 8)]
+    [(0, 0), (2, 0)]
+    """
+    if prod(shape) <= most:
+        yield Box((0,) * len(shape), shape)
+        return
+    dim = next(dim for dim in range(len(shape)) if prod(shape[dim + 1 :]) <= most)
+    many, rest = most // prod(shape[dim + 1 :]), shape[dim + 1 :]
+    for outer in product(*map(range, shape[:dim])):
+        for index in range(0, shape[dim], many):
+            size = min(many, shape[dim] - index)
+            yield Box((*outer, index, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
+
+
+class Axis(NamedTuple):
+    """A dimension: its size, and its stride in the storage and in the result, in elements."""
+
+    size: int
+    step: int
+    out_step: int
+
+
+def axes_of(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[Axis]:
+    """The dimensions of a view that is copied into row-major order, merged into as few as possible.
+
+    >>> axes_of((4, 1, 5), (5, 7, 1))
+    [Axis(size=20, step=1, out_step=1)]
+    """
+    axes: list[Axis] = []
+    out_step = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 1:
+            continue
+        last = axes[-1] if axes else None
+        if last is not None and step == last.step * last.size:
+            axes[-1] = Axis(last.size * size, last.step, last.out_step)
+        else:
+            axes.append(Axis(size, step, out_step))
+        out_step *= size
+    return axes[::-1]
