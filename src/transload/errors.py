@@ -227,8 +227,9 @@ def warn(text: str, category: type[Warning]) -> None:
     import sys
     import warnings
 
-    level, frame = 1, sys._getframe()  # noqa: SLF001 - warnings has no other way before Python 3.12
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "transload"):
+    level, frame, package = 1, sys._getframe(), "transload"  # noqa: SLF001 - warnings has no other way before 3.12
+    while frame.f_back is not None and package in ("importlib", "torch", "transload"):
         frame = frame.f_back
-        level += 1
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        level += package != "importlib"  # whose frames warnings does not count
     warnings.warn(text, category, stacklevel=level)

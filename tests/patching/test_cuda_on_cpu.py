@@ -282,6 +282,22 @@ def test_cuda_graph_raises_an_error_with_the_reason() -> None:
         assert torch.cuda.CUDAGraph | None
 
 
+def test_compiling_a_cuda_kernel_raises_an_error_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("setuptools")  # cpp_extension imports it
+    from torch.utils import cpp_extension
+
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    for compile_step in ("_get_cuda_arch_flags", "_join_cuda_home"):
+        with (
+            quiet_patch(),
+            pytest.raises(RuntimeError, match="compiled with nvcc and runs on a GPU, and there is none"),
+        ):
+            getattr(cpp_extension, compile_step)()
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
+    with quiet_patch():
+        assert "-gencode=arch=compute_90,code=sm_90" in cpp_extension._get_cuda_arch_flags()
+
+
 def test_is_available_is_false_unless_pretending(monkeypatch: pytest.MonkeyPatch) -> None:
     with quiet_patch():
         assert not torch.cuda.is_available()

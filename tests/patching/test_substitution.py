@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import transload
+from transload import patching
 from transload.patching import devices
 from transload.patching.devices import substitute
 
@@ -68,7 +69,10 @@ def test_absent_index_is_replaced_by_the_gpu_of_this_process(
 ) -> None:
     cards(2, current)
     monkeypatch.setenv("LOCAL_RANK", rank)
-    with transload.patch(), pytest.warns(transload.LandingWarning, match=f"no cuda:5 here.* goes to cuda:{expected}"):
+    with (
+        transload.patch(),
+        pytest.warns(transload.LandingWarning, match=f"no cuda:5 here.* go to cuda:{expected} instead"),
+    ):
         assert substitute("cuda:5") == torch.device("cuda", expected)
 
 
@@ -109,7 +113,7 @@ def test_requested_device_replaces_absent_devices_only(cards: Cards) -> None:
     cards(2)
     with transload.patch("cpu"):
         assert substitute("cuda:1") == "cuda:1"
-        with pytest.warns(transload.LandingWarning, match="goes to cpu"):
+        with pytest.warns(transload.LandingWarning, match="go to cpu instead"):
             assert substitute("cuda:2") == torch.device("cpu")
 
 
@@ -148,3 +152,14 @@ def test_patch_with_an_invalid_device_is_an_error(device: Any) -> None:
         device = ":1"
     with pytest.raises(transload.UsageError, match="is not a device"):
         transload.patch(device)
+
+
+def test_warning_during_an_import_is_at_the_line_that_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "__name__ = 'torch.late'\nfrom transload.errors import LandingWarning, warn\nwarn('moved', LandingWarning)\n"
+    (tmp_path / "imported_late.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    patching.when_imported("imported_late", lambda _: None)
+    with pytest.warns(transload.LandingWarning, match="moved") as caught:
+        __import__("imported_late")
+    patching.undo()
+    assert caught[0].filename == __file__

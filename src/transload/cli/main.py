@@ -195,7 +195,7 @@ def add_options(command: str, option: Callable[..., object]) -> None:
     from argparse import PARSER
 
     option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
-    option("--device", metavar="D", default="auto", help="what to use instead of missing devices")
+    option("--device", metavar="D", default="auto", help="the device to use in place of missing ones")
     option("--pretend-cuda", action="store_true", help="make torch.cuda.is_available() True on the CPU")
     option("--quiet", action="store_true", help="do not list the changes at the end")
     option("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")

@@ -101,7 +101,7 @@ def substitute_name(name: str) -> str:
 
             warned.add(pair)
             absent = f"there is no {name} here{f'; {found.absent}' if found.absent else ''}"
-            warn(f"{absent}. What was saved on such a device, or is sent to it, goes to {other}", LandingWarning)
+            warn(f"{absent}. Tensors saved on such a device or moved to it go to {other} instead", LandingWarning)
     return _substitutes[key]
 
 

@@ -96,10 +96,10 @@ def _list_changes(process: int) -> None:
     if devices.noted:
         lines.append(f"transload run changed: {', '.join(devices.noted)}")
     if devices.answered:
-        lines.append(f"calls that returned values for the CPU: {', '.join(devices.answered)}")
+        lines.append(f"CUDA calls answered on behalf of the CPU: {', '.join(devices.answered)}")
     asked = " and ".join(sorted(set(devices.asked.values()), reverse=True))
     if asked and devices.pretending:
-        lines.append(f"calls that pretended there is a GPU: {asked}")
+        lines.append(f"CUDA calls that pretended there is a GPU: {asked}")
     if devices.refused:
         lines.append(f"The program called {asked}, and there is no GPU. --pretend-cuda pretends that there is one.")
     sys.stderr.write("".join(f"{line}\n" for line in lines))

@@ -99,7 +99,8 @@ def patch_torch(
                     at_undo(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
 
     patch(torch, _REPLACED)
-    when_imported("torch.distributed.fsdp", lambda module: patch(module, _REPLACED_IN_FSDP))
+    for path, replaced in _REPLACED_LATER.items():
+        when_imported(path, partial(patch, replaced=replaced))
 
 
 def _wrapped(real: Any, instead: Any) -> Any:
@@ -190,6 +191,16 @@ def _refuse_graphs(*_: Any, **__: Any) -> Any:
     raise RuntimeError("CUDA graphs record the kernels of a GPU, and there is none here: run this part without them")
 
 
+def _refuse_kernels(real: Any, *args: Any, **kwargs: Any) -> Any:
+    """What only the compilation of a CUDA kernel calls; with this variable it can be for another machine."""
+    if os.environ.get("TORCH_CUDA_ARCH_LIST") or not on_cpu():
+        return real(*args, **kwargs)
+    raise RuntimeError(
+        "a CUDA kernel is compiled with nvcc and runs on a GPU, and there is none here: run this part without it, or "
+        "set TORCH_CUDA_ARCH_LIST to compile it for another machine"
+    )
+
+
 def _cpu_name(*_: Any, **__: Any) -> str:
     return f"CPU ({machine()}, {os.cpu_count()} cores)"
 
@@ -208,6 +219,12 @@ def _properties(*_: Any, **__: Any) -> Any:
     numbers = {"total_memory": _memory()[1], "multi_processor_count": os.cpu_count() or 1, "warp_size": 1}
     of_gpus = dict.fromkeys(_PROPERTIES.split(), 0)
     return SimpleNamespace(name=_cpu_name(), **of_gpus, **numbers, gcnArchName="", uuid="")
+
+
+def _dtypes(*_: Any, **__: Any) -> dict[str, Any]:
+    import torch
+
+    return {"supported_dtypes": {each for each in vars(torch).values() if isinstance(each, torch.dtype)}}
 
 
 def _generator(method: str) -> Callable[..., Any]:
@@ -255,9 +272,12 @@ class _Runtime:
 class _Event:
     """``torch.cuda.Event``: work is done when a call returns, so an event is the time when it was recorded."""
 
-    cuda_event = 0
+    cuda_event = event_id = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        import torch
+
+        self.device = torch.device("cpu")
         self._at: int | None = None
 
     def record(self, stream: Any = None) -> None:
@@ -278,7 +298,7 @@ class _Event:
 class _Stream(nullcontext[Any]):
     """``torch.cuda.Stream``: there is only one, on which all work is done."""
 
-    cuda_stream = stream_id = device_index = priority = 0
+    cuda_stream = device_index = device_type = native_handle = priority = stream_id = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         import torch
@@ -293,6 +313,13 @@ class _Stream(nullcontext[Any]):
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
 
     wait_event = wait_stream = synchronize = _nothing
 
@@ -341,6 +368,12 @@ utilization"""
 _PROPERTIES = """L2_cache_size clock_rate is_integrated is_multi_gpu_board major max_threads_per_block
 max_threads_per_multi_processor memory_bus_width memory_clock_rate minor pci_bus_id pci_device_id pci_domain_id
 regs_per_multiprocessor shared_memory_per_block shared_memory_per_block_optin shared_memory_per_multiprocessor"""
+_WORKSPACES = "blas_workspace_size cublas_workspace_size cublaslt_workspace_size"
+_RANDOM: dict[str, Callable[..., Any]] = {
+    "get_rng_state": _generator("get_state"),
+    "get_rng_state_all": lambda: [_generator("get_state")()],
+    "initial_seed": _generator("initial_seed"),
+}
 _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.cuda": {
         **dict.fromkeys(_NOTHING_TO_DO.split(), _nothing),
@@ -354,9 +387,7 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
         "get_device_name": _cpu_name,
         "get_device_properties": _properties,
         "get_per_process_memory_fraction": lambda *_: 1.0,
-        "get_rng_state": _generator("get_state"),
-        "get_rng_state_all": lambda: [_generator("get_state")()],
-        "initial_seed": _generator("initial_seed"),
+        **_RANDOM,
         "is_current_stream_capturing": lambda: False,
         "mem_get_info": _memory,
         "memory_snapshot": lambda *_, **__: [],
@@ -367,7 +398,10 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
         **dict.fromkeys(("seed", "seed_all"), _generator("seed")),
         "set_rng_state": _set_rng_state,
     },
-    "torch.backends.cuda": dict.fromkeys(("preferred_blas_library", "preferred_linalg_library"), _nothing),
+    "torch.backends.cuda": {
+        **dict.fromkeys(("preferred_blas_library", "preferred_linalg_library"), _nothing),
+        **dict.fromkeys(_WORKSPACES.split(), lambda *_, **__: 0),
+    },
     "torch.backends.cuda.cuFFTPlanCacheManager": {
         "__getitem__": lambda *_: SimpleNamespace(size=0, max_size=0, clear=_nothing)
     },
@@ -382,9 +416,11 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
         **dict.fromkeys(_NOTHING_TO_ACCELERATE.split(), _nothing),
         **dict.fromkeys(("current_device_idx", "current_device_index"), lambda: 0),
         "current_stream": lambda *_, **__: _the_stream(),
+        "get_device_capability": _dtypes,
         "get_memory_info": _memory,
         "memory_stats": lambda *_, **__: defaultdict(int),
     },
+    "torch.accelerator.random": _RANDOM,
     "torch.accelerator.device_index": dict.fromkeys(("__enter__", "__exit__"), _nothing),
     # What a program spreads over several GPUs becomes as many parts on the CPU: copies that autograd tracks.
     "torch.nn.parallel": {"data_parallel": _apply_whole, "parallel_apply": _apply_each},
@@ -480,6 +516,7 @@ def _replace_classes(torch: Any, replace: Replace) -> None:
 
     for name in ("CUDAGraph", "graph"):
         stand_in(torch.cuda, name, _refuse_graphs)
+    stand_in(getattr(torch, "accelerator", None), "Graph", _refuse_graphs)
     for owner in (torch, torch.cuda):
         stand_in(owner, "Event", _Event)
         stand_in(owner, "Stream", _Stream)
@@ -626,19 +663,23 @@ _REPLACED: Replaced = (
     (_optimize, "torch.optim.Optimizer", "add_param_group load_state_dict"),
     (_giving(use_cpu=True), "torch.autograd.profiler.profile", "__init__"),
     (_giving(enabled=False), "torch.autograd.profiler.emit_nvtx", "__init__"),
-    (
-        _answering("no mixed precision", lambda: True, devices.noted),
-        "torch.cuda.amp.common",
-        "amp_definitely_not_available",
+    *(
+        (_answering("no mixed precision", lambda: True, devices.noted), path, "amp_definitely_not_available")
+        for path in ("torch.cuda.amp.common", "torch.cuda.amp.grad_scaler")  # the latter until 2.2
     ),
 )
 """The replacement, which gets the original as its first argument; the owner of the function, and its names."""
 
 _FSDP = "torch.distributed.fsdp"
 _CHECK = "_check_module_states_for_sync_module_states"
-_REPLACED_IN_FSDP: Replaced = (
-    (_giving(device_id="cpu"), f"{_FSDP}.FullyShardedDataParallel", "__init__"),
-    (_giving(offload_to_cpu=False), f"{_FSDP}.FullStateDictConfig", "__init__"),
-    (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
-)
-"""The same for a part of torch that ``import torch`` does not import."""
+_REPLACED_LATER: dict[str, Replaced] = {
+    _FSDP: (
+        (_giving(device_id="cpu"), f"{_FSDP}.FullyShardedDataParallel", "__init__"),
+        (_giving(offload_to_cpu=False), f"{_FSDP}.FullStateDictConfig", "__init__"),
+        (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
+    ),
+    "torch.utils.cpp_extension": (
+        (_refuse_kernels, "torch.utils.cpp_extension", "_get_cuda_arch_flags _join_cuda_home"),
+    ),
+}
+"""The same for modules that ``import torch`` does not import."""
