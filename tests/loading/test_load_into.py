@@ -113,18 +113,47 @@ class TestFindingTheStateDict:
 
     def test_two_state_dicts_that_fit_equally_well_are_ambiguous(self) -> None:
         model, before = seeded_net(1), cloned_state(seeded_net(1))
-        file = file_of({"model": seeded_net(2).state_dict(), "ema": seeded_net(3).state_dict()})
+        file = file_of({"student": seeded_net(2).state_dict(), "teacher": seeded_net(3).state_dict()})
         with pytest.raises(UsageError) as caught:
             load_into(model, file)
         assert str(caught.value) == (
-            "<file object>: 2 places of the file fit the model equally well: model, ema\n"
+            "<file object>: 2 places of the file fit the model equally well: student, teacher\n"
             "Choose one of them with:\n"
-            "prefix='model' for the 12 keys there\n"
-            "prefix='ema' for the 12 keys there"
+            "prefix='student' for the 12 keys there\n"
+            "prefix='teacher' for the 12 keys there"
         )
         assert_untouched(model, before)
-        assert load_into(model, file, prefix="ema").found == "ema"
+        assert load_into(model, file, prefix="teacher").found == "teacher"
         assert_same_state(model, seeded_net(3))
+
+    def test_weights_are_used_and_not_their_moving_average(self) -> None:
+        weights, average = seeded_net(2).state_dict(), seeded_net(3).state_dict()
+        swa = "callbacks/StochasticWeightAveraging/average_model_state"
+        files: list[tuple[Any, str, str]] = [
+            ({"state_dict": weights, "state_dict_ema": average}, "state_dict", "state_dict_ema"),
+            ({"params_ema": average, "params": weights}, "params", "params_ema"),
+            ({"ema": seeded_net(3), "model": seeded_net(2)}, "model", "ema"),
+            ({"ema": weights, "model": weights}, "model", "ema"),  # which share their storages
+            (
+                {"callbacks": {"StochasticWeightAveraging": {"average_model_state": average}}, "state_dict": weights},
+                "state_dict",
+                swa,
+            ),
+        ]
+        for value, used, other in files:
+            model = seeded_net(1)
+            with pytest.warns(KeysWarning, match=f"took the weights in {used}, .* prefix='{other}' takes those$"):
+                assert load_into(model, file_of(value)).found == used
+            assert_same_state(model, seeded_net(2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assert load_into(model, file_of(value), prefix=other).found == other
+        assert load_into(model, file_of({"ema": average})).found == "ema"
+
+    def test_adapter_is_not_a_state_dict(self) -> None:
+        state = {"base_model.model.head.lora_A.weight": torch.ones(2, 3)}
+        with pytest.raises(MismatchError, match=r"LoRA adapter[\s\S]*\npeft loads it"):
+            load_into(seeded_net(1), file_of(state))
 
     def test_state_dict_that_fits_better_is_used(self) -> None:
         model, state = seeded_net(1), seeded_net(2).state_dict()

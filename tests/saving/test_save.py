@@ -11,7 +11,9 @@ import io
 import json
 import os
 import pickle
+import socket
 import stat
+import threading
 import types
 import warnings
 import zipfile
@@ -533,6 +535,25 @@ def test_error_names_the_object_that_raised_and_not_its_attribute() -> None:
 
     with pytest.raises(CannotPickleError, match=r"obj\['a'\] \(a .*Stubborn\) cannot be pickled: not me"):
         saved({"a": Stubborn()})
+
+
+def test_object_that_stands_for_something_outside_gets_no_advice_about_names(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.touch()
+    with path.open() as text, path.open("rb") as file, socket.socket() as connection:
+        outside: dict[str, list[Any]] = {
+            "file objects": [text, file],
+            "locks": [threading.Lock(), threading.RLock()],
+            "modules": [os],
+            "generators": [(number for number in range(3))],
+            "sockets": [connection],
+        }
+        for words, values in outside.items():
+            for value in values:
+                with pytest.raises(CannotPickleError) as caught:
+                    saved({"a": value})
+                assert caught.value.fix == f"Leave it out: {words} cannot be pickled."
+                assert caught.value.what.startswith("obj['a'] (")
 
 
 def test_error_names_a_tensor_that_cannot_be_saved() -> None:

@@ -46,6 +46,10 @@ _PREFIXES = re.compile(rf"(?:{_PREFIX.pattern})+")
 """Prefixes that DataParallel, torch.compile and trainers add to every key."""
 _INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Names that wrappers add inside a key, where a part of the model is wrapped."""
+_AVERAGED = re.compile(r"(?<![a-z])(?:ema|swa|avg|average[ds]?|shadow)(?![a-z])|callbacks$", re.IGNORECASE)
+"""Places for a moving average of the weights, beside the weights themselves: ``state_dict_ema`` of timm,
+``params_ema`` of BasicSR, ``ema`` of YOLO, the SWA callback of Lightning."""
+_LORA = re.compile(r"lora[_.](?:[AB]|down|up)\b|lora_(?:embedding_|magnitude)", re.IGNORECASE)
 _MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 _EXTRA = "_extra_state"
 _FIX = "Pass {'encoder.': 'backbone.'}, [(r'^encoder\\.', 'backbone.')], or a function of a key."
@@ -112,7 +116,8 @@ def load_into(
     >>> load_into(torch.nn.Linear(2, 2), file.getvalue())
     <All keys matched successfully; found in state_dict>
 
-    The state dict may be anywhere in the file (``prefix`` says where, if several places fit). ``module.``,
+    The state dict may be anywhere in the file (``prefix`` says where, if several places fit; the weights come before
+    their moving average). ``module.``,
     ``_orig_mod.`` or ``model.`` is removed from its keys, or added to them, if they then match the model's. Before
     that, ``rename`` is applied to them: a mapping such as ``{"encoder.": "backbone."}`` (of whole keys, or of prefixes
     that end with a dot; ``""`` is the prefix of every key), a regular expression with its replacement, a list of such
@@ -252,12 +257,18 @@ class BranchMatch(NamedTuple):
     outside: int = 0
     """The number of tensors that ``rename`` leaves out."""
     score: tuple[int, int] = (0, 0)
+    averages: tuple[str, ...] = ()
+    """The places of averaged weights that fit as well, and were not taken."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was done to the keys, in words."""
+        """What was chosen, and what was done to the keys, in words."""
+        found: tuple[str, ...] = ()
+        if self.averages:
+            place = self.branch.name or "the top level"
+            found = (f"took the weights in {place}, not the averaged ones: prefix={self.averages[0]!r} takes those",)
         if not self.changed:
-            return ()
+            return found
         strip, add, inner = self.rename
         words = []
         if strip and add:
@@ -269,7 +280,7 @@ class BranchMatch(NamedTuple):
         if inner:
             words.append("removed the names of wrappers from")
         omitted = f", and left out {self.outside:,} without it" if self.outside else ""
-        return (f"{' and '.join(words)} {self.changed:,} keys{omitted}",)
+        return (*found, f"{' and '.join(words)} {self.changed:,} keys{omitted}")
 
 
 def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
@@ -309,8 +320,9 @@ def find(
 ) -> BranchMatch:
     """The branch that fits a model best, by keys and then by shapes.
 
-    ``wanted`` are the model's keys with their shapes; ``user_rename`` renames those of the file. ``UsageError`` if two
-    branches with different tensors fit equally well, or if nothing has the ``prefix``.
+    ``wanted`` are the model's keys with their shapes; ``user_rename`` renames those of the file. Of the weights and
+    their moving average, the weights are used. ``UsageError`` if two other branches with different tensors fit equally
+    well, or if nothing has the ``prefix``.
     """
     chosen = list(branches(checkpoint).values())
     if prefix is not None:  # the branch of this name; else all tensors whose names begin with it
@@ -348,6 +360,10 @@ def find(
         return max(matches, key=lambda m: (len(m.branch.tensors) - len(m.branch.deep), -len(m.branch.path)))
     equal = [match for match in matches if match.score == score]
     equal.sort(key=lambda match: (match.rename.cost, len(match.rest), len(match.branch.path)))
+    main = [match for match in equal if not any(_AVERAGED.search(str(step)) for step in match.branch.path)]
+    if main and len(main) < len(equal):
+        averages = tuple(match.branch.name for match in equal if match not in main)
+        equal = [main[0]._replace(averages=averages), *main[1:]]
     rivals = [match for match in equal[1:] if _bytes(match) != _bytes(equal[0])]
     if rivals:
         rivals.insert(0, equal[0])
@@ -737,7 +753,10 @@ class _Loading:
             lines.append("cast=True converts them while they are read.")
         whole = next((theirs for theirs, ours, _ in renames if not ours), "")
         fix = ""
-        if whole:
+        if any(map(_LORA.search, match.branch.tensors)) and not any(map(_LORA.search, self._slots)):
+            lines.insert(0, "it is a LoRA adapter, which changes the weights of a base model and does not replace them")
+            fix = "peft loads it: PeftModel.from_pretrained(model, FOLDER), after the weights of the base model."
+        elif whole:
             prefix = f"{place}/{whole}" if place else whole
             fix = f"prefix={prefix!r} takes that part of the file."
         elif call := self._renaming(renames):

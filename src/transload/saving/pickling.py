@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from operator import attrgetter, methodcaller
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
@@ -475,8 +476,13 @@ def _culprit(obj: Any, protocol: int, pickle_module: Any, kind: type[Exception])
         fix = "Save a plain tensor with the same numbers: to_dense() makes one of most kinds."
     elif isinstance(obj, torch.nn.Module):
         fix = f"{fix}." if "." in place else "Save its state_dict() instead."
-    else:
+    elif (callable(obj) and hasattr(obj, "__name__")) or "<locals>" in type(obj).__qualname__:
         fix = f"{fix}, or give it a name at the top of a module: pickle refers to code by name."
+    else:  # it stands for something outside: a file, a lock, a connection
+        kinds = {"_IOBase": "file objects", "module": "modules", "generator": "generators", "socket": "sockets"}
+        kinds |= {"lock": "locks", "RLock": "locks", "Thread": "threads"}
+        named = (kinds[each.__name__] for each in type(obj).__mro__ if each.__name__ in kinds)
+        fix = f"{fix}: {next(named, 'objects of this class')} cannot be pickled."
     return f"{place} (a {type(obj).__module__}.{type(obj).__qualname__})", fix
 
 
@@ -486,5 +492,9 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, (list, tuple, set, frozenset)):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     attributes = getattr(obj, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(obj, type) and not callable(getattr(obj, "__code__", None)):
+    if (
+        isinstance(attributes, dict)
+        and not isinstance(obj, type | ModuleType)
+        and not callable(getattr(obj, "__code__", None))
+    ):
         yield from ((f".{name}", value) for name, value in attributes.items())
