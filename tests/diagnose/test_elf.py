@@ -14,8 +14,8 @@ from tests.each import each
 from tests.elf_forge import CUBIN, LTO, PTX, fatbin, library
 from tests.fake_driver import returns
 
-from transload.diagnose import loader as loader_module
-from transload.diagnose.loader import Elf, UndefinedSymbol, read_elf
+from transload.diagnose import elf as elf_module
+from transload.diagnose.elf import Elf, UndefinedSymbol, read_elf
 from transload.machine import Unknown
 
 
@@ -198,7 +198,7 @@ def test_symbols_of_torch_are_defined_in_its_own_libraries() -> None:
 def test_undefined_symbols_are_the_same_without_a_hash_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elf = torch_library(name)
     with_hash_table = elf.undefined()
-    monkeypatch.setattr(loader_module, "_GNU_HASH", -1)  # as if there were none
+    monkeypatch.setattr(elf_module, "_GNU_HASH", -1)  # as if there were none
     assert elf.undefined() == with_hash_table
 
 
@@ -234,7 +234,7 @@ def test_wrong_size_in_a_fatbin_ends_the_scan(tmp_path: Path) -> None:
 
 
 def test_number_of_fatbin_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_MOST_READS", 1000)
+    monkeypatch.setattr(elf_module, "_MOST_READS", 1000)
     entry = fatbin([(CUBIN, 80, b"")])[16:]
     for count, expected in ((900, {"sm_80": 900}), (1100, Unknown("it has too many parts"))):
         section = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entry) * count) + entry * count

@@ -17,9 +17,9 @@ from tests.diagnose.trees import Content, Forged, Link, TreeHost, tree_host, wri
 from tests.each import each
 from tests.elf_forge import LOADABLE, NATIVE, library
 
-from transload.diagnose import loader as loader_module
+from transload.diagnose import elf as elf_module
+from transload.diagnose.elf import Elf, Loader, Missing, Process, SharedObject, read_cache
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Elf, Loader, Missing, Process, SharedObject, read_cache
 
 GLIBC = sys.platform == "linux" and platform.libc_ver()[0] == "glibc"
 FOREIGN = "aarch64" if NATIVE == "x86_64" else "x86_64"
@@ -452,7 +452,7 @@ def test_library_opened_by_path_is_loaded_beside_one_of_the_same_soname(tmp_path
 
 
 def test_number_of_needed_libraries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_MOST_NAMES", 50)
+    monkeypatch.setattr(elf_module, "_MOST_NAMES", 50)
     many = [f"lib{index}.so" for index in range(40)]
     tree: dict[str, Content] = {
         f"/l/{name}": library(needed=many[::-1], rpath="/l", machine="x86_64") for name in many[:3]

@@ -17,8 +17,8 @@ from tests.fake_driver import fake_libcuda, fake_nvml, hangs, segfaults
 from transload._version import __version__
 from transload.diagnose import probes as probes_module
 from transload.diagnose.children import Child
+from transload.diagnose.elf import Loader
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader
 from transload.diagnose.probes import libraries, probe, system
 from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from

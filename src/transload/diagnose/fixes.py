@@ -12,7 +12,7 @@ from operator import attrgetter
 from posixpath import normpath
 from shlex import quote
 
-from transload.diagnose import loader, tables
+from transload.diagnose import elf, tables
 from transload.machine import Machine
 
 Lines = tuple[str, ...]
@@ -170,7 +170,7 @@ def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
 def elements(machine: Machine, variable: str) -> Lines:
     """The elements of a search path. The loader splits its own at semicolons, too."""
     separators = ":;" if variable.startswith("LD_") else _separator(machine)
-    return loader.elements(machine.variables.values.get(variable) or "", separators)
+    return elf.elements(machine.variables.values.get(variable) or "", separators)
 
 
 def _separator(machine: Machine) -> str:

@@ -9,7 +9,7 @@ from tests.diagnose.trees import FOLDER, Content, Link, tree_host
 from tests.each import each
 from tests.elf_forge import library
 
-from transload.diagnose.loader import Loader
+from transload.diagnose.elf import Loader
 from transload.diagnose.probes.libraries import driver_libraries
 from transload.machine import DriverLibraries, Library, Unknown
 

@@ -11,7 +11,7 @@ from tests.each import each
 from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
 
-from transload.diagnose.loader import Loader
+from transload.diagnose.elf import Loader
 from transload.diagnose.probes.libraries import extensions
 from transload.machine import ExtensionPackage, TorchInstall
 

@@ -14,8 +14,8 @@ from tests.each import each
 from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
 
+from transload.diagnose.elf import Loader
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Loader
 from transload.diagnose.probes.libraries import package_of, preloads, torch_libraries
 from transload.machine import Resolved, TorchInstall, TorchLibraries, Unknown
 

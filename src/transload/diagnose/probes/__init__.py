@@ -85,7 +85,7 @@ def probe(
         run = start(interpreters.question(here, examined.executable), timeout or _TORCH) if runs else None
 
         progress("reading files")
-        from transload.diagnose.loader import Loader
+        from transload.diagnose.elf import Loader
         from transload.diagnose.probes import libraries, system
 
         # The user may have named a folder or a script, but the loader needs the interpreter.

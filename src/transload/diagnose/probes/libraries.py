@@ -9,8 +9,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 
+from transload.diagnose.elf import Elf, Loader, Process, SharedObject, UndefinedSymbol, elements, read_elf
 from transload.diagnose.host import Host
-from transload.diagnose.loader import Elf, Loader, Process, SharedObject, UndefinedSymbol, elements, read_elf
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import CUDA_LIBRARY, table
 from transload.machine import (

@@ -16,8 +16,8 @@ from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
 from transload.diagnose.children import Child, Outcome, Question, source
+from transload.diagnose.elf import Elf, read_elf
 from transload.diagnose.host import Host, pairs
-from transload.diagnose.loader import Elf, read_elf
 from transload.diagnose.tables import table
 from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
 
