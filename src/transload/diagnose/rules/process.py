@@ -50,79 +50,121 @@ def not_granted(m: Case) -> Found:
         yield "D05", Match((f"the process runs in the unit {around.service}", why, m.driver_result_line), fix)
 
 
-@rules("surroundings", "C08", "C05", "C04", "C03", "C10", "C07", "C01", "C02", "N02", likely=("N02",))
-def container(m: Case) -> Found:
-    """A container without the machine's card or with the wrong libraries; or a host that gives containers no card."""
-    around, kernel, give = m.surroundings, m.kernel, fixes.start_with_gpu(m)
-    kind, severity = around.container, m.no_gpu_severity
-    shown = f", detected by: {'; '.join(around.evidence[:2])}" if around.evidence else ""
-    inside = f"the process runs in a container ({kind}){shown}"
-    loaded = f"the host's kernel driver {kernel.version} is loaded".replace("  ", " ")
-    host = (*m.card_lines, loaded if kernel.loaded else "")
-    missing = m.no_libcuda and not m.driver.libraries.cuda
-    visible, capabilities = m.env("NVIDIA_VISIBLE_DEVICES"), m.env("NVIDIA_DRIVER_CAPABILITIES")
+# -- a container without the machine's card or with the wrong libraries; or a host that gives containers no card
 
-    # notes: a host whose CDI file names another release, or whose Docker gives containers no GPU; a container where
-    # CUDA works and torch is built without it
-    if not kind and around.cdi and kernel.version and kernel.version not in around.cdi:
+
+def _inside(m: Case) -> str:
+    signs = m.surroundings.evidence[:2]
+    shown = f", detected by: {'; '.join(signs)}" if signs else ""
+    return f"the process runs in a container ({m.surroundings.container}){shown}"
+
+
+def _host_lines(m: Case) -> Lines:
+    loaded = f"the host's kernel driver {m.kernel.version} is loaded".replace("  ", " ")
+    return (*m.card_lines, loaded if m.kernel.loaded else "")
+
+
+def _libcuda_missing(m: Case) -> bool:
+    return m.no_libcuda and not m.driver.libraries.cuda
+
+
+@rules("surroundings", "C08")
+def apptainer_without_gpu(m: Case) -> Found:
+    """Apptainer or Singularity was started without the card."""
+    kind = m.surroundings.container
+    if m.driver_broken and kind in _APPTAINER and _libcuda_missing(m) and m.host_has_gpu:
+        evidence = (_inside(m), *_host_lines(m), m.driver_result_line)
+        yield "C08", Match(evidence, fixes.start_with_gpu(m), severity=m.no_gpu_severity)
+
+
+@rules("surroundings", "C05")
+def pod_without_gpu(m: Case) -> Found:
+    """A Kubernetes pod that was given no card."""
+    if m.driver_broken and m.surroundings.kubernetes and m.fails_without_nodes and m.host_has_gpu:
+        evidence = ("this is a Kubernetes pod", "there is no /dev/nvidia*", *_host_lines(m))
+        yield "C05", Match(evidence, fixes.start_with_gpu(m), severity=m.no_gpu_severity)
+
+
+@rules("surroundings", "C04")
+def no_visible_devices(m: Case) -> Found:
+    """NVIDIA_VISIBLE_DEVICES asks the container runtime for no card."""
+    around, variable = m.surroundings, "NVIDIA_VISIBLE_DEVICES"
+    if not m.driver_broken or not around.container or around.kubernetes or not m.host_has_gpu:
+        return
+    visible = m.env(variable)
+    value = "all" if visible is None else visible.strip().lower()
+    if value in ("", "void", "none") and m.nodes.found and not m.card_nodes:
+        origins = m.variables.origins.get(variable, ())
+        where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
+        seen = (f"{variable} is {visible!r}", "there is no /dev/nvidia0 or other card node")
+        evidence, fix = (_inside(m), *seen, *_host_lines(m)), m.steps("C04", where=where)
+        yield "C04", Match(evidence, fix, severity=m.no_gpu_severity, likely=value == "void")
+
+
+@rules("surroundings", "C03")
+def no_compute_capability(m: Case) -> Found:
+    """NVIDIA_DRIVER_CAPABILITIES asks the container runtime for other libraries than CUDA's."""
+    capabilities = m.env("NVIDIA_DRIVER_CAPABILITIES")
+    if not m.driver_broken or not m.surroundings.container or not capabilities:
+        return
+    named = {name.strip().lower() for name in capabilities.split(",")}
+    has_card = m.nodes.at(CONTROL).exists or m.driver.nvml.answer.answered
+    if not named & {"compute", "all"} and _libcuda_missing(m) and has_card:
+        asked = f"NVIDIA_DRIVER_CAPABILITIES is {capabilities!r}"
+        yield "C03", Match((_inside(m), asked, m.driver_result_line, m.nvml_result_line))
+
+
+@rules("surroundings", "C10", "C07")
+def other_release(m: Case) -> Found:
+    """A container whose libcuda is not of the host's driver; a note for a host whose CDI file names another release."""
+    around, kernel, lib = m.surroundings, m.kernel, m.mismatched_libcuda
+    if not around.container and around.cdi and kernel.version and kernel.version not in around.cdi:
         other = f"CDI files name driver {', '.join(around.cdi)}"
         yield "C07", Match((other, f"the loaded kernel driver is {kernel.version}"), m.steps("C07 host"), "note")
-    first, snap = m.torch.first, around.docker == "snap"
-    lacking = around.docker and not kind and (snap or around.container_toolkit is False)
-    if lacking and m.host_has_gpu and not around.wsl:
-        evidence: Lines = ("Docker is installed as a snap" if snap else "Docker is installed, but nvidia-ctk is not",)
-        yield "C02", Match(evidence, severity="note")
-    chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
-    if first and chosen and kind and m.driver.cuda.works:
-        by = f"torch {first.version} was installed by {first.installer or 'conda'}"
-        yield "N02", Match((by, "CUDA works in this container"), severity="note")
-    if not m.driver_broken:
-        return
-
-    apptainer = kind in _APPTAINER and missing and m.host_has_gpu
-    pod = around.kubernetes and m.fails_without_nodes and m.host_has_gpu
-    if apptainer:
-        yield "C08", Match((inside, *host, m.driver_result_line), give, severity=severity)
-    if pod:
-        yield "C05", Match(("this is a Kubernetes pod", "there is no /dev/nvidia*", *host), give, severity=severity)
-    if not kind:
-        return
-
-    value = "all" if visible is None else visible.strip().lower()
-    nodeless = m.nodes.found and not m.card_nodes
-    void = value in ("", "void", "none") and m.host_has_gpu and nodeless and not around.kubernetes
-    if void:
-        origins = m.variables.origins.get("NVIDIA_VISIBLE_DEVICES", ())
-        where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
-        fix = m.steps("C04", where=where)
-        seen = (f"NVIDIA_VISIBLE_DEVICES is {visible!r}", "there is no /dev/nvidia0 or other card node")
-        yield "C04", Match((inside, *seen, *host), fix, severity=severity, likely=value == "void")
-
-    named = {each.strip().lower() for each in (capabilities or "").split(",")}
-    here = m.nodes.at(CONTROL).exists or m.driver.nvml.answer.answered
-    if capabilities and not named & {"compute", "all"} and missing and here:
-        evidence = (inside, f"NVIDIA_DRIVER_CAPABILITIES is {capabilities!r}", m.driver_result_line, m.nvml_result_line)
-        yield "C03", Match(evidence)
-
-    lib = m.mismatched_libcuda  # a library that does not have the version of the host's driver
-    if lib is not None and not lib.via.startswith("LD_"):
+    if m.driver_broken and around.container and lib is not None and not lib.via.startswith("LD_"):
         which = f"{lib.target or lib.path} is version {lib.version}, but the host's kernel driver is {kernel.version}"
-        evidence = (inside, which, m.driver_result_line, m.nvml_result_line)
-        if kind in _SYSTEM_CONTAINERS:
+        evidence = (_inside(m), which, m.driver_result_line, m.nvml_result_line)
+        if around.container in _SYSTEM_CONTAINERS:
             yield "C10", Match(evidence)
-        elif kind not in _APPTAINER:
+        elif around.container not in _APPTAINER:
             yield "C07", Match(evidence)
 
-    if apptainer or pod or void or m.matches("C11", "C09"):
+
+@rules("surroundings", "C01")
+def container_without_gpu(m: Case) -> Found:
+    """A container that was started without the card, for no other reason."""
+    around, visible = m.surroundings, m.env("NVIDIA_VISIBLE_DEVICES")
+    if not m.driver_broken or not around.container or m.matches("C08", "C05", "C04", "C11", "C09"):
         return
-    jetson = bool(m.hardware.tegra) and m.no_libcuda
+    jetson, give = bool(m.hardware.tegra) and m.no_libcuda, fixes.start_with_gpu(m)
     if around.wsl == 2 and not m.hardware.dxg:  # a note, since the card cannot be seen
-        yield "C01", Match((inside, "there is no /dev/dxg"), give, severity="note", likely=True)
+        yield "C01", Match((_inside(m), "there is no /dev/dxg"), give, severity="note", likely=True)
     elif jetson or (m.fails_without_nodes and m.host_has_gpu):
         others = "there is no card node, and the other nodes cannot be opened"
         nodes = "there is no /dev/nvidia*" if m.nodes_absent else others
-        said = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it" if visible else ""
-        yield "C01", Match((inside, nodes, said, *host), give, severity=severity, likely=jetson)
+        ignored = f"NVIDIA_VISIBLE_DEVICES is {visible!r}, but no NVIDIA container runtime applied it"
+        evidence = (_inside(m), nodes, ignored if visible else "", *_host_lines(m))
+        yield "C01", Match(evidence, give, severity=m.no_gpu_severity, likely=jetson)
+
+
+@rules("surroundings", "C02")
+def docker_without_toolkit(m: Case) -> Found:
+    """A note: the host's Docker gives containers no GPU."""
+    around, snap = m.surroundings, m.surroundings.docker == "snap"
+    lacking = around.docker and not around.container and (snap or around.container_toolkit is False)
+    if lacking and m.host_has_gpu and not around.wsl:
+        docker = "Docker is installed as a snap" if snap else "Docker is installed, but nvidia-ctk is not"
+        yield "C02", Match((docker,), severity="note")
+
+
+@rules("surroundings", "N02", likely=("N02",))
+def image_built_without_gpu(m: Case) -> Found:
+    """A note: CUDA works in a container, and its torch is built without it."""
+    first = m.torch.first
+    chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
+    if first and chosen and m.surroundings.container and m.driver.cuda.works:
+        by = f"torch {first.version} was installed by {first.installer or 'conda'}"
+        yield "N02", Match((by, "CUDA works in this container"), severity="note")
 
 
 # -- the device nodes under /dev through which a process reaches the driver
@@ -403,14 +445,17 @@ def hidden_gpus(m: Case) -> Found:
         yield "E07", Match(tuple(f"{CVD} is set in {place}" for place in places), severity="note")
 
 
-@rules("variables", "E12", "A04", "E09", "E10", "E05", "E11")
-def other_variables(m: Case) -> Found:
-    """Variables that break something; a note if they do not, or not yet."""
-    first, run = m.torch.first, m.torch_run
+@rules("variables", "E12")
+def invalid_order(m: Case) -> Found:
+    """CUDA_DEVICE_ORDER has a value that CUDA rejects."""
     order = m.env(_ORDER)
     if order not in (None, "FASTEST_FIRST", "PCI_BUS_ID") and m.has_nvidia and not m.cuda_works:
         yield "E12", Match((f"{_ORDER} is {order!r}", m.driver_result_line))
 
+
+@rules("variables", "A04")
+def compiler_switch(m: Case) -> Found:
+    """A variable that forces or forbids compiling PTX; a note if nothing fails because of it."""
     switches = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
     jit = next((name for name in switches if (m.env(name) or "0").strip() not in ("", "0")), "")
     if jit and m.has_nvidia:
@@ -422,26 +467,42 @@ def other_variables(m: Case) -> Found:
         severity: Severity = "error" if complaint or (m.torch_not_run and must_fail) else "note"
         yield "A04", Match((f"{jit} is {m.env(jit)!r}", torch_says(complaint)), fixes.unset(m, jit), severity=severity)
 
-    gpus = m.usable("rocm")
-    if first and first.hip and gpus and run.available is False:
+
+@rules("variables", "E09")
+def hidden_amd_gpus(m: Case) -> Found:
+    """A variable hides every AMD GPU."""
+    first, gpus = m.torch.first, m.usable("rocm")
+    if first and first.hip and gpus and m.torch_run.available is False:
         for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", CVD):
             value = m.env(name)
             if value is not None and visible_devices(value, ("",) * len(gpus)).error:
                 yield "E09", Match((f"{name} is {value!r}", f"AMD GPUs found: {len(gpus)}"), fixes.unset(m, name))
                 break
 
+
+@rules("variables", "E10")
+def check_by_nvml(m: Case) -> Found:
+    """A note: torch asks NVML whether CUDA is available, and CUDA does not work."""
     check = "PYTORCH_NVML_BASED_CUDA_CHECK"
-    if m.env(check) == "1" and run.available and (not m.cuda_works or m.failed("init")):
+    if m.env(check) == "1" and m.torch_run.available and (not m.cuda_works or m.failed("init")):
         evidence = (f"{check} is '1'", "torch.cuda.is_available() is True, but CUDA does not work")
         yield "E10", Match(evidence, severity="note")
 
+
+@rules("variables", "E05")
+def other_order(m: Case) -> Found:
+    """A note: CUDA numbers the cards in another order than nvidia-smi."""
     cuda = [gpu for gpu in m.driver.cuda.gpus if gpu.uuid]
-    known = [gpu.uuid for gpu in cuda]
-    nvml = [gpu for gpu in m.driver.nvml.gpus if gpu.uuid in known]
-    differ = len(cuda) == len(nvml) > 1 and known != [gpu.uuid for gpu in nvml]
-    if differ and not m.env(CVD) and not order:
+    uuids = [gpu.uuid for gpu in cuda]
+    nvml = [gpu for gpu in m.driver.nvml.gpus if gpu.uuid in uuids]
+    differ = len(cuda) == len(nvml) > 1 and uuids != [gpu.uuid for gpu in nvml]
+    if differ and not m.env(CVD) and not m.env(_ORDER):
         names = f"CUDA's device 0 is {cuda[0].name}, nvidia-smi's is {nvml[0].name}"
         yield "E05", Match((names,), severity="note")
 
+
+@rules("variables", "E11")
+def unusable_cache(m: Case) -> Found:
+    """A note: compiled kernels cannot be cached."""
     if m.variables.cache_problem and m.cuda_works:
         yield "E11", Match((m.variables.cache_problem,), severity="note")

@@ -20,41 +20,61 @@ _CUDA_ON_ARM_SINCE = (2, 11)
 _ROCM_CARDS = re.compile(r"gfx(?:90[068a]|942|950|1030|110[0-2]|120[01])")
 
 
-@rules("python", "P09", "P03", "P08", "P07", "P02", "P04", "P01", "W02", likely=("W02",))
-def which_torch(m: Case) -> Found:
-    """Which torch the examined Python imports, or why it has none."""
-    python, torch, run, libc = m.python, m.torch, m.torch_run, m.platform.libc
-    others = tuple(f"another Python has torch: {other}" for other in python.others)
-    absent = torch.installs == () and not (torch.shadow or torch.dangling or python.problem)  # certainly
+def _absent(m: Case) -> bool:
+    """Whether the examined Python certainly has no torch."""
+    return m.torch.installs == () and not (m.torch.shadow or m.torch.dangling or m.python.problem)
 
-    if python.problem and not m.torch_imported:
-        yield "P09", Match((python.problem, *others))
 
-    if torch.shadow and not (m.torch_imported and run.version and run.file != torch.shadow):
-        via, folder = torch.shadow_via, dirname(torch.shadow)
-        through = f", through {via}" if via else ""
-        if folder.endswith(("/site-packages", "/dist-packages")):
-            fix = m.steps("P03 incomplete", delete=fixes.delete(m, torch.shadow))
-        elif via == "PYTHONPATH":
-            fix = m.steps("P03 path", drop=fixes.drop_folder(m, via, folder))
-        elif torch.shadow_kind == "source":
-            fix = m.steps("P03 source")
-        else:
-            fix = m.steps("P03 here" if via == "the current directory" else "P03")
-        yield "P03", Match((f"import torch finds {torch.shadow}{through}", torch_says(m.import_error)), fix)
+def _python_line(m: Case) -> str:
+    version = f" (Python {m.python.version})" if m.python.version else ""
+    return f"{m.python.executable or 'the examined Python'}{version}"
 
-    lacking = [each for each in m.torch_libraries.unresolved if each.startswith("GLIBC_")]
+
+def _other_pythons(m: Case) -> Lines:
+    return tuple(f"another Python has torch: {other}" for other in m.python.others)
+
+
+@rules("python", "P09")
+def unusable_python(m: Case) -> Found:
+    """The examined Python cannot be run."""
+    if m.python.problem and not m.torch_imported:
+        yield "P09", Match((m.python.problem, *_other_pythons(m)))
+
+
+@rules("python", "P03")
+def shadowed_torch(m: Case) -> Found:
+    """Another file or folder is imported as torch."""
+    shadow, via, run = m.torch.shadow, m.torch.shadow_via, m.torch_run
+    if not shadow or (m.torch_imported and run.version and run.file != shadow):
+        return
+    folder, through = dirname(shadow), f", through {via}" if via else ""
+    if folder.endswith(("/site-packages", "/dist-packages")):
+        fix = m.steps("P03 incomplete", delete=fixes.delete(m, shadow))
+    elif via == "PYTHONPATH":
+        fix = m.steps("P03 path", drop=fixes.drop_folder(m, via, folder))
+    elif m.torch.shadow_kind == "source":
+        fix = m.steps("P03 source")
+    else:
+        fix = m.steps("P03 here" if via == "the current directory" else "P03")
+    yield "P03", Match((f"import torch finds {shadow}{through}", torch_says(m.import_error)), fix)
+
+
+@rules("python", "P08", "P07")
+def no_wheel(m: Case) -> Found:
+    """No wheel of torch suits this system's C library (P08), or this Python (P07)."""
+    python, libc, absent = m.python, m.platform.libc, _absent(m)
+    lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith("GLIBC_")]
     version, cpython = numbers_of(python.version), python.implementation == "cpython"
-    builds = [index_builds(each)[0] for each in releases() if absent and cpython]  # one of each release
+    builds = [index_builds(release)[0] for release in releases() if absent and cpython]  # one of each release
     suited = (build for build in builds if build.supports_python(version, free_threaded=python.free_threaded))
     with_wheel = [build.torch for build in suited]
-    all_newer = all(numbers_of(each)[:2] >= _FIRST_MANYLINUX_2_28 for each in with_wheel)
-    program = f"{python.executable or 'the examined Python'}{f' (Python {python.version})' if python.version else ''}"
+    all_newer = all(numbers_of(release)[:2] >= _FIRST_MANYLINUX_2_28 for release in with_wheel)
     if re.search(r"version .GLIBC_[\d.]+. not found", m.import_error) or (lacking and m.torch_not_run):
-        asked = (torch_says(m.import_error),) if m.import_error else (f"not defined: {each}" for each in lacking[:3])
-        yield "P08", Match((*asked, f"this system has {libc or 'an older C library'}"))
+        missing = (f"not defined: {symbol}" for symbol in lacking[:3])
+        error = (torch_says(m.import_error),) if m.import_error else missing
+        yield "P08", Match((*error, f"this system has {libc or 'an older C library'}"))
     elif absent and python.bits == 32:
-        yield "P08", Match((f"{program} is a 32-bit program",), m.steps("P08 bits"))
+        yield "P08", Match((f"{_python_line(m)} is a 32-bit program",), m.steps("P08 bits"))
     elif absent and libc.startswith("musl"):
         yield "P08", Match((f"the C library is {libc}, for which torch has no wheels",))
     elif with_wheel and libc.startswith("glibc ") and () < numbers_of(libc[6:]) < (2, 28) and all_newer:
@@ -65,51 +85,68 @@ def which_torch(m: Case) -> Found:
         newest = index_builds(releases()[-1])[0]
         kind = f"{'free-threaded ' if python.free_threaded else ''}{'CPython' if cpython else python.implementation}"
         low, high = (".".join(map(str, version)) for version in newest.python)
-        evidence: Lines = (f"{program} is {kind}", f"torch {newest.torch} has wheels for CPython {low} to {high}")
+        wheels = f"torch {newest.torch} has wheels for CPython {low} to {high}"
         fix = m.steps("P07", low=low, high=high)
-        yield "P07", Match(evidence, fix, likely=cpython and version[:2] > newest.python[1])
+        likely = cpython and version[:2] > newest.python[1]
+        yield "P07", Match((f"{_python_line(m)} is {kind}", wheels), fix, likely=likely)
 
-    installs = torch.installs or ()
-    if len(installs) > 1 and not torch.shadow:
-        versions = ((each, each.version or each.dist_version or "of unknown version") for each in installs)
-        named = [f"{each.location}: torch {version}" for each, version in versions]
-        evidence = (f"import torch finds {named[0]}", *(f"it hides {name}" for name in named[1:]))
-        fix = m.steps("P02")
-        if python.user_site and installs[0].location.startswith(python.user_site):
-            fix = m.steps("P02 user")
-        elif fixes.in_search_path(m, "PYTHONPATH", dirname(installs[0].location)):  # pip removes nothing there
-            fix = fixes.drop_folder(m, "PYTHONPATH", dirname(installs[0].location))
-        # an error if a CPU-only torch hides one with CUDA on a machine with a GPU; else a note that there are two
-        if installs[0].cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
-            yield "P02", Match(evidence, fix)
-        else:
-            yield "P02", Match(evidence, m.steps("P02 choice", imported=named[0], other=fix), "note")
 
-    # an error if a torch of two versions cannot be imported; a warning if it can; leftovers alone are a note
-    first = None if torch.shadow else torch.first
+@rules("python", "P02")
+def two_torches(m: Case) -> Found:
+    """A CPU-only torch hides one with CUDA, on a machine with a GPU; a note if there are just two."""
+    installs = m.torch.installs or ()
+    if len(installs) < 2 or m.torch.shadow:
+        return
+    first = installs[0]
+    versions = (install.version or install.dist_version or "of unknown version" for install in installs)
+    imported, *hidden = (f"{at.location}: torch {version}" for at, version in zip(installs, versions, strict=True))
+    evidence = (f"import torch finds {imported}", *(f"it hides {name}" for name in hidden))
+    fix = m.steps("P02")
+    if m.python.user_site and first.location.startswith(m.python.user_site):
+        fix = m.steps("P02 user")
+    elif fixes.in_search_path(m, "PYTHONPATH", dirname(first.location)):  # pip removes nothing there
+        fix = fixes.drop_folder(m, "PYTHONPATH", dirname(first.location))
+    if first.cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
+        yield "P02", Match(evidence, fix)
+    else:
+        yield "P02", Match(evidence, m.steps("P02 choice", imported=imported, other=fix), "note")
+
+
+@rules("python", "P04")
+def mixed_torch(m: Case) -> Found:
+    """Files of two versions: an error if torch cannot be imported, a warning if it can; leftovers alone are a note."""
+    torch, first = m.torch, None if m.torch.shadow else m.torch.first
     leftovers = tuple(f"left over from another version: {name}" for name in (*torch.leftovers, *torch.dangling))
-    files, metadata = (numbers_of(each) for each in ((first.version, first.dist_version) if first else ("", "")))
+    files, metadata = (numbers_of(text) for text in ((first.version, first.dist_version) if first else ("", "")))
     length = min(len(files), len(metadata), 3)
     mixed = ""
     if first and length >= 2 and files[:length] != metadata[:length]:
         mixed = f"torch/version.py says {first.version}, but its metadata says {first.dist_version}"
     missing = _MISSING.search(m.import_error)
     of_cuda = missing is not None and CUDA_LIBRARY.fullmatch(missing["name"])  # torch's own files are not the reason
-    odd = (*first.unlisted, *first.altered) if first else ()
-    if m.import_error and (mixed or odd) and not of_cuda:
-        unlisted = (f"not a file of this release: {name}" for name in odd[:5])
+    foreign = (*first.unlisted, *first.altered) if first else ()
+    if m.import_error and (mixed or foreign) and not of_cuda:
+        unlisted = (f"not a file of this release: {name}" for name in foreign[:5])
         yield "P04", Match((mixed, *unlisted, *leftovers, torch_says(m.import_error)), likely=not mixed)
     elif mixed:
         yield "P04", Match((mixed, *leftovers), severity="warning")
     elif first and leftovers:
         yield "P04", Match(leftovers, m.steps("P04 leftovers"), "note")
 
-    if absent and not m.torch_imported:
-        fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.has_nvidia_if_known))
-        yield "P01", Match((f"{program} has no torch", python.why, *others), fix)
 
+@rules("python", "P01")
+def no_torch(m: Case) -> Found:
+    """The examined Python has no torch."""
+    if _absent(m) and not m.torch_imported:
+        fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.has_nvidia_if_known))
+        yield "P01", Match((f"{_python_line(m)} has no torch", m.python.why, *_other_pythons(m)), fix)
+
+
+@rules("python", "W02", likely=("W02",))
+def windows_on_arm(m: Case) -> Found:
+    """There is no torch, and few wheels for this system."""
     arm = m.platform.machine.lower() in ("arm64", "aarch64")
-    if m.platform.system == "Windows" and arm and torch.installs == ():
+    if m.platform.system == "Windows" and arm and m.torch.installs == ():
         yield "W02", Match((f"the processor is {m.platform.machine}",))
 
 
