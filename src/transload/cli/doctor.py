@@ -71,7 +71,7 @@ def run_doctor(arguments: Namespace) -> int:
         if code not in codes:
             from difflib import get_close_matches
 
-            near = get_close_matches(code, codes, 3) or [each for each in codes if each[0] == code[:1]][:3]
+            near = get_close_matches(code, codes, 3) or [cause for cause in codes if cause[0] == code[:1]][:3]
             hint = f"did you mean {' or '.join(near)}?" if near else "docs/doctor/README.md lists all causes"
             raise UsageError(f"there is no cause {arguments.explain!r}; {hint}")
         show(page_blocks(page(code)), arguments.color)
@@ -187,10 +187,10 @@ def _add_reports(reports: dict[str, Diagnosis | str], text: str | TransloadError
     from transload.diagnose.report import judge_machine
     from transload.diagnose.saved import machine_of, reports_in
 
-    found = list(reports_in(text)) if isinstance(text, str) else [("", text)]
-    for place, (label, document) in enumerate(found, 1):
+    documents = list(reports_in(text)) if isinstance(text, str) else [("", text)]
+    for place, (label, document) in enumerate(documents, 1):
         node = document.get("node") if isinstance(document, dict) else None
-        unnamed = (f"{name} {place}" if len(found) > 1 else name) if name else f"report {place}"
+        unnamed = (f"{name} {place}" if len(documents) > 1 else name) if name else f"report {place}"
         machine = unique = node if isinstance(node, str) and node else label or unnamed
         number = 1
         while unique in reports:
@@ -223,14 +223,14 @@ def _compare(arguments: Namespace) -> int:
 
     paths: list[str] = []
     for given in arguments.compare:
-        found = [given]
+        files = [given]
         if os.path.isdir(given):
-            found = sorted(glob(os.path.join(escape(given), "*.json")))
+            files = sorted(glob(os.path.join(escape(given), "*.json")))
         elif given != "-" and not os.path.exists(given) and any(sign in given for sign in "*?["):
-            found = sorted(glob(given))
-        if not found:
+            files = sorted(glob(given))
+        if not files:
             raise UsageError("there is no report in it", where=given, fix="Name the files of transload doctor --json.")
-        paths += found
+        paths += files
     reports: dict[str, Diagnosis | str] = {}
     silent = []
     for path, name in zip(paths, _names(paths), strict=True):
@@ -257,9 +257,9 @@ def _names(paths: list[str]) -> list[str]:
         return names
     parts = [os.path.normpath(path).split(os.sep) for path in paths]
     for end in (0, -1):
-        while len({each[end] for each in parts}) == 1 and min(map(len, parts)) > 1:
-            parts = [each[1:] if end == 0 else each[:-1] for each in parts]
-    return ["/".join(each).removesuffix(".json") for each in parts]
+        while len({path[end] for path in parts}) == 1 and min(map(len, parts)) > 1:
+            parts = [path[1:] if end == 0 else path[:-1] for path in parts]
+    return ["/".join(path).removesuffix(".json") for path in parts]
 
 
 def _gather(arguments: Namespace) -> int:
@@ -290,11 +290,11 @@ def _gather(arguments: Namespace) -> int:
 
     shown: list[int] = []  # the exit code, once the comparison is on stdout
 
-    def conclude(found: dict[int, str]) -> tuple[str, int]:
+    def conclude(texts: dict[int, str]) -> tuple[str, int]:
         reports: dict[str, Diagnosis | str] = {}
-        for number in sorted(found):
-            _add_reports(reports, found[number], f"rank {number}")
-        silent = [f"rank {number}" for number in range(size) if number not in found]
+        for number in sorted(texts):
+            _add_reports(reports, texts[number], f"rank {number}")
+        silent = [f"rank {number}" for number in range(size) if number not in texts]
         comparison = compare(reports, silent=silent, together=True)
         code = _show_comparison(comparison, arguments)
         if sys.stdout is not None:

@@ -304,8 +304,8 @@ def _innermost_line(stack: Iterable[bytes]) -> str:
     >>> _innermost_line(lines)
     '/x/torch/a.py:3'
     """
-    found = (_FRAME.search(line.decode("utf-8", "replace")) for line in stack)
-    lines = [":".join(each.groups()) for each in found if each]
+    frames = (_FRAME.search(line.decode("utf-8", "replace")) for line in stack)
+    lines = [":".join(frame.groups()) for frame in frames if frame]
     return next((line for line in lines if not _STANDARD_LIBRARY.search(line)), lines[0] if lines else "")
 
 
@@ -338,7 +338,7 @@ def _status(code: int) -> str:
     """
     if code >= 0:
         return f"exit status {code if code < 256 else hex(code)}"
-    return {each.value: each.name for each in signal.Signals}.get(-code, f"signal {-code}")
+    return {number.value: number.name for number in signal.Signals}.get(-code, f"signal {-code}")
 
 
 # -- the scripts -------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def _build(m: Machine) -> str:
 
 
 def _nccl(m: Machine) -> str:
-    needed = (each.version for each in m.torch_libraries.needed if each.name.startswith("libnccl.so"))
+    needed = (library.version for library in m.torch_libraries.needed if library.name.startswith("libnccl.so"))
     owned = (version for name, version in m.python.packages.items() if name.startswith("nvidia-nccl-"))
     return m.torch_run.nccl or next(filter(None, (*needed, *owned)), "")
 
@@ -101,10 +101,10 @@ def _module(m: Machine) -> str:
 
 
 def _libcuda(m: Machine) -> str:
-    found = m.driver.libraries.libcuda
-    if found is None:
+    library = m.driver.libraries.libcuda
+    if library is None:
         return "" if isinstance(m.driver.libraries.cuda, Unknown) or _count(m) == "0" else "none"
-    return found.version if found.kind == "driver" else f"{found.kind} {found.version}".strip()
+    return library.version if library.kind == "driver" else f"{library.kind} {library.version}".strip()
 
 
 def _nvml(field: str) -> Callable[[Machine], str]:
@@ -182,8 +182,8 @@ def _facts(machines: Sequence[Machine], *, together: bool) -> Iterator[Fact]:
         for name in sorted(name for name in variables if name.startswith(tuple(starts.split()))):
             variables.discard(name)
             yield Fact(name, level, partial(_variable, name), f"variables surroundings {_CODE} {_DRIVER}", why)
-    known = ("torch-", "nvidia-nccl-")
-    for name in sorted({name for m in machines for name in m.python.packages if not f"{name}-".startswith(known)}):
+    prefixes = ("torch-", "nvidia-nccl-")
+    for name in sorted({name for m in machines for name in m.python.packages if not f"{name}-".startswith(prefixes)}):
         yield Fact(f"package {name}", "note", partial(_package, name), _CODE, "", ("torch", "build of torch", "NCCL"))
     # how far the time of each report is from the median, unless many differ from it
     times: dict[str, float] = {}
@@ -261,7 +261,7 @@ class Comparison(Plain):
     @property
     def matters(self) -> tuple[FactDifference, ...]:
         """The differences that may break a job, without those that follow from others."""
-        return tuple(each for each in self.differences if each.level != "note" and not each.follows)
+        return tuple(one for one in self.differences if one.level != "note" and not one.follows)
 
     @property
     def ok(self) -> bool:
@@ -280,7 +280,7 @@ def compare(
 
     ``together`` means that one launcher examined them at the same time.
     """
-    diagnoses = {name: each for name, each in reports.items() if not isinstance(each, str)}
+    diagnoses = {name: report for name, report in reports.items() if not isinstance(report, str)}
     machines = {name: diagnosis.machine for name, diagnosis in diagnoses.items()}
     cards = {name: (_count(m), *_models(m)) for name, m in machines.items()}
     differences: list[FactDifference] = []
@@ -316,10 +316,10 @@ def compare(
     return Comparison(
         tuple(diagnoses),
         tuple(silent),
-        {name: each for name, each in reports.items() if isinstance(each, str)},
+        {name: report for name, report in reports.items() if isinstance(report, str)},
         tuple(name for name, diagnosis in diagnoses.items() if not diagnosis.cuda_usable),
-        tuple(sorted(differences, key=lambda each: (not each.explains, order.index(each.level)))),
-        tuple(sorted(faults, key=lambda each: (each.severity != "error", -len(each.nodes)))),
+        tuple(sorted(differences, key=lambda difference: (not difference.explains, order.index(difference.level)))),
+        tuple(sorted(faults, key=lambda fault: (fault.severity != "error", -len(fault.nodes)))),
         alike,
     )
 
@@ -336,13 +336,13 @@ def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[FactDif
     groups.sort(key=lambda group: -len(group.nodes))
     usual = groups[0].value if 2 * len(groups[0].nodes) > len(values) else None
     level = "note" if len(groups) == len(values) > 2 and fact not in FACTS else fact.level
-    implied = [each for each in earlier if each.fact in fact.implied_by and not each.follows]
-    explained = {group.nodes for each in implied for group in each.odd}
-    own = tuple(group for group in groups if group.value == usual or group.nodes not in explained)
-    if len(own) > 1:  # something remains that does not follow from the others
-        return FactDifference(fact.name, level, fact.why, usual, own)
+    implied = [difference for difference in earlier if difference.fact in fact.implied_by and not difference.follows]
+    explained = {group.nodes for difference in implied for group in difference.odd}
+    unexplained = tuple(group for group in groups if group.value == usual or group.nodes not in explained)
+    if len(unexplained) > 1:  # something remains that does not follow from the others
+        return FactDifference(fact.name, level, fact.why, usual, unexplained)
     nodes = {group.nodes for group in groups}
-    follows = next(each.fact for each in implied if any(group.nodes in nodes for group in each.odd))
+    follows = next(difference.fact for difference in implied if any(group.nodes in nodes for group in difference.odd))
     return FactDifference(fact.name, level, fact.why, usual, tuple(groups), follows)
 
 
@@ -354,8 +354,8 @@ def report(comparison: Comparison) -> Iterator[Block]:
     total = len(comparison.nodes)
     role = "good" if comparison.ok else "bad" if comparison.faults or comparison.silent else "trust"
     yield Prose(((_headline(comparison), role),))
-    shown = [each for each in comparison.differences if not each.follows]
-    width = min(22, max((len(each.fact) for each in shown), default=0))
+    shown = [difference for difference in comparison.differences if not difference.follows]
+    width = min(22, max((len(difference.fact) for difference in shown), default=0))
     if shown:
         yield from heading("What differs")
     why = ""
@@ -407,15 +407,16 @@ def _headline(c: Comparison) -> str:
     if c.unreadable:
         parts.append(f"the report of {folded(tuple(c.unreadable))} cannot be read")
     everyone = f"{'the other' if parts else 'all'} {total} nodes" if total > 1 else folded(c.nodes)
-    unusual = [each for each in c.matters if each.usual]
-    odd = tuple(dict.fromkeys(name for each in unusual for group in each.odd for name in group.nodes))
-    if usual := [each.fact for each in unusual]:
-        others = f"differ{'s' if len(odd) == 1 else ''} from the other {total - len(odd)}"
-        parts.append(f"{f'{folded(odd)} {others}' if len(odd) < total else f'{everyone} differ'} in {_listed(usual)}")
-    if split := [each.fact for each in c.matters if not each.usual]:
+    unusual = [difference for difference in c.matters if difference.usual]
+    names = tuple(dict.fromkeys(name for difference in unusual for group in difference.odd for name in group.nodes))
+    if usual := [difference.fact for difference in unusual]:
+        others = f"differ{'s' if len(names) == 1 else ''} from the other {total - len(names)}"
+        differ = f"{folded(names)} {others}" if len(names) < total else f"{everyone} differ"
+        parts.append(f"{differ} in {_listed(usual)}")
+    if split := [difference.fact for difference in c.matters if not difference.usual]:
         parts.append(f"the {total} nodes differ in {_listed(split)}")
     if c.faults:
-        fault = next((each for each in c.faults if each.because), c.faults[0])
+        fault = next((fault for fault in c.faults if fault.because), c.faults[0])
         problem = f"{printable(fault.title, None)} [{fault.code}]"
         where = everyone if len(fault.nodes) == total else folded(fault.nodes)
         if fault.because:
@@ -452,7 +453,7 @@ def folded(names: Sequence[str]) -> str:
     ('rank 7', 'ranks 2-3,7')
     """
     split = ((name, _NUMBERED.fullmatch(name)) for name in map(printable, names))
-    parts = [found.groups() if found else (name, "", "") for name, found in split]
+    parts = [match.groups() if match else (name, "", "") for name, match in split]
     padded = {(before, after) for before, number, after in parts if number.startswith("0") and len(number) > 1}
     groups: dict[tuple[str, str, int], list[int]] = {}
     for before, number, after in parts:
@@ -464,7 +465,7 @@ def folded(names: Sequence[str]) -> str:
         for value in sorted(numbers):
             start = ranges.pop()[0] if ranges and ranges[-1][1] == value - 1 else value
             ranges.append((start, value))
-        texts = ["-".join(f"{end:0{width}}" for end in dict.fromkeys(each)) for each in ranges]
+        texts = ["-".join(f"{end:0{width}}" for end in dict.fromkeys(ends)) for ends in ranges]
         inside = ",".join([*texts[:_MOST], "…"] if len(texts) > _MOST else texts)
         one = before if numbers == [-1] else f"{before}{inside}{after}"
         several = f"{before[:-1]}s {inside}{after}" if before.endswith(" ") else f"{before}[{inside}]{after}"

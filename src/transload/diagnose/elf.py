@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
 from itertools import islice, takewhile
+from operator import itemgetter
 from struct import Struct, iter_unpack, unpack, unpack_from
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -186,27 +187,27 @@ class Elf:
         versions = {number: (version, source) for source, number, version, _ in needs if of is None or source in of}
         chosen = None if of is None else versions
         symbols = self._symbols(file, defined=False, versions=chosen) if versions or of is None else ()
-        found = [
+        undefined = [
             UndefinedSymbol(name.decode("utf-8", "surrogateescape"), *versions.get(number, ("", "")))
             for name, weak, number in symbols
             if not weak
         ]
-        return (*found, *(UndefinedSymbol("", version, source) for source, _, version, weak in needs if not weak))
+        return (*undefined, *(UndefinedSymbol("", version, source) for source, _, version, weak in needs if not weak))
 
     @_with_file
     def not_defined(self, file: _File, wanted: Collection[UndefinedSymbol]) -> tuple[UndefinedSymbol, ...]:
         """Those of ``wanted`` that it does not define in the needed version; a file without versions satisfies any."""
-        names = {each.name.encode("utf-8", "surrogateescape"): each.name for each in wanted if each.name}
+        names = {symbol.name.encode("utf-8", "surrogateescape"): symbol.name for symbol in wanted if symbol.name}
         definitions = {}  # the name of each version that it defines, by number
         for start, (_, _, index, _, _, aux, _) in _linked(file, self.offset(_DEFINITIONS), _DEFINITION):
             place = int.from_bytes(file.read_exactly(start + aux, 4), "little")
             definitions[index & 0x7FFF] = file.c_string(self.offset(_STRINGS) + place)
-        found: dict[str, set[str | None]] = {"": {*definitions.values()} or {""}}
+        versions: dict[str, set[str | None]] = {"": {*definitions.values()} or {""}}
         for name, _, number in self._symbols(file, defined=True, names=names) if names else ():
             if name in names:
-                found.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
-        given = ((each, found.get(each.name)) for each in wanted)
-        return tuple(each for each, has in given if not has or (each.version and has.isdisjoint((each.version, ""))))
+                versions.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
+        given = ((need, versions.get(need.name)) for need in wanted)
+        return tuple(need for need, has in given if not has or (need.version and has.isdisjoint((need.version, ""))))
 
     @_with_file
     def architectures(self, file: _File) -> dict[str, int]:
@@ -214,7 +215,7 @@ class Elf:
 
         The suffix ``a`` marks code for that chip only, ``f`` code for a family (``sm_103f``).
         """
-        found: dict[tuple[str, int, str], int] = {}
+        sizes: dict[tuple[str, int, str], int] = {}
         for start, size in self._sections(file, (".nv_fatbin", "__nv_relfatbin")):
             at, end = start, start + size
             while at + _CONTAINER.size <= end:
@@ -230,10 +231,10 @@ class Elf:
                         break
                     if kind in _PREFIX:
                         key = (_PREFIX[kind], number, "a" if flags & _ONE_CHIP else "f" if flags & _FAMILY else "")
-                        found[key] = found.get(key, 0) + 1
+                        sizes[key] = sizes.get(key, 0) + 1
                     entry += skipped + payload
-        order = sorted(found, key=lambda key: (key[0] != "sm_", *key[1:]))
-        return {f"{prefix}{number}{suffix}": found[prefix, number, suffix] for prefix, number, suffix in order}
+        order = sorted(sizes, key=lambda key: (key[0] != "sm_", *key[1:]))
+        return {f"{prefix}{number}{suffix}": sizes[prefix, number, suffix] for prefix, number, suffix in order}
 
     def _sections(self, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:
         """(offset, size) of the sections with these names that have bytes in the file."""
@@ -243,9 +244,9 @@ class Elf:
         headers = list(_SECTION.iter_unpack(file.read_exactly(offset, count * _SECTION.size)))
         strings, size = headers[index][2:]
         table = file.read_exactly(strings, min(size, count * 256))
-        wanted = [each.encode() + b"\0" for each in names]
+        wanted = [section.encode() + b"\0" for section in names]
         for name, kind, start, length in headers:
-            if kind != _NOBITS and any(table.startswith(each, name) for each in wanted):
+            if kind != _NOBITS and any(table.startswith(section, name) for section in wanted):
                 yield start, min(length, max(file.size - start, 0))
 
     def _symbols(
@@ -275,8 +276,8 @@ class Elf:
             wanted = {_gnu_hash(name) ^ bit for name in names for bit in (0, 1)}
             hashes = file.read(table + 16 + 8 * words + 4 * buckets, 4 * max(count - first, 0))
             every = enumerate(iter_unpack("<I", hashes[: len(hashes) // 4 * 4]), first)
-            found = [index for index, (value,) in every if value in wanted]
-            chosen = ((_SYMBOL.unpack_from(symbols, index * _SYMBOL.size), numbers[index]) for index in found)
+            indices = [index for index, (value,) in every if value in wanted]
+            chosen = ((_SYMBOL.unpack_from(symbols, index * _SYMBOL.size), numbers[index]) for index in indices)
         for (place, info, section), number in chosen:
             if (section != 0) == defined and (versions is None or number & 0x7FFF in versions):
                 end = strings.find(b"\0", place, place + _LONGEST_NAME)
@@ -312,8 +313,8 @@ def read_elf(path: str, file: _File) -> Elf:
         raise _MalformedError(why)
     bits, little = {1: 32, 2: 64}.get(head[4], 0), head[5] == 1
     number = int.from_bytes(head[18:20], "little" if little else "big")
-    known = (name for name, row in table("machines")["machines"].items() if row["elf"] == number)
-    machine = next(known, f"ELF machine {number}")
+    matching = (name for name, row in table("machines")["machines"].items() if row["elf"] == number)
+    machine = next(matching, f"ELF machine {number}")
     if bits != 64 or not little:
         return Elf(path, machine, bits, identity=file.identity)
     programs, sections, size, count, entry, many, names = _HEADER.unpack(head)
@@ -409,8 +410,8 @@ class Loader:
 
         # The loader's own file: distributions compile their own folders, and some their own cache, into glibc's.
         usual = (*host.paths("/lib", "ld-musl-"), row.get("loader", ""))
-        found = next((path for path in usual if path and host.exists(path)), "")
-        self.path = (self.program.elf.interpreter if self.program else "") or found
+        program = next((path for path in usual if path and host.exists(path)), "")
+        self.path = (self.program.elf.interpreter if self.program else "") or program
         self.musl = "ld-musl" in os.path.basename(self.path)
         binary = (host.data(self.path, _LOADER_LIMIT) if self.path else b"") or b""
 
@@ -449,9 +450,9 @@ class Loader:
         variable = filter(None, re.split(r"[:\s]", self.host.environ.get("LD_PRELOAD", "")))
         for via, names in (("LD_PRELOAD", variable), ("ld.so.preload", self.preload_file)):
             for name in names:
-                found = next(self.search(name), None)
-                if isinstance(found, SharedObject):
-                    yield name, replace(found, via=via)
+                library = next(self.search(name), None)
+                if isinstance(library, SharedObject):
+                    yield name, replace(library, via=via)
 
     def search(self, name: str, asker: SharedObject | None = None) -> Iterator[SharedObject | Missing]:
         """Every file for ``name``, in order. The loader takes the first, or gives up there if that is ``Missing``."""
@@ -473,26 +474,26 @@ class Loader:
             above = above.parent
         ways: list[tuple[str, tuple[str, ...]]] = [("LD_LIBRARY_PATH", self.library_path)]
         if self.musl:  # it treats both kinds of run path alike, and they are inherited
-            ways += (("RUNPATH", self.run_path(each)) for each in chain)
+            ways += (("RUNPATH", self.run_path(library)) for library in chain)
         elif asker and asker.elf.has_runpath:
             ways.append(("RUNPATH", self.run_path(asker)))
         else:
             every = chain if self.program is None or self.program in chain else (*chain, self.program)
-            ways[:0] = [("RPATH", self.run_path(each)) for each in every if not each.elf.has_runpath]
-        found = [(via, f"{folder.rstrip('/')}/{name}") for via, folders in ways for folder in folders]
-        found += (("ld.so.cache", path) for path in self.cache.get(name, ()))
-        found += (("default folder", f"{folder}/{name}") for folder in self.default_folders)
+            ways[:0] = [("RPATH", self.run_path(library)) for library in every if not library.elf.has_runpath]
+        ordered = [(via, f"{folder.rstrip('/')}/{name}") for via, folders in ways for folder in folders]
+        ordered += (("ld.so.cache", path) for path in self.cache.get(name, ()))
+        ordered += (("default folder", f"{folder}/{name}") for folder in self.default_folders)
         paths: dict[str, str] = {}
-        for via, path in found:
+        for via, path in ordered:
             folder = path.rpartition("/")[0]
             hwcaps = self.hwcaps if self.hwcaps and self.host.is_dir(f"{folder}/glibc-hwcaps") else ()
-            for each in (*(f"{folder}/glibc-hwcaps/{level}/{name}" for level in hwcaps), path):
-                paths.setdefault(each, via)
+            for file in (*(f"{folder}/glibc-hwcaps/{level}/{name}" for level in hwcaps), path):
+                paths.setdefault(file, via)
         return paths
 
-    def run_path(self, each: SharedObject) -> tuple[str, ...]:
+    def run_path(self, library: SharedObject) -> tuple[str, ...]:
         """The folders of its DT_RUNPATH, else of its DT_RPATH, absolute."""
-        return self._absolute_folders(elements(each.elf.run_path, ":"), each)
+        return self._absolute_folders(elements(library.elf.run_path, ":"), library)
 
     def _absolute_folders(self, folders: Sequence[str], asker: SharedObject | None) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._absolute(folder, asker) for folder in folders if folder or not self.musl))
@@ -554,15 +555,15 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
             keys = unpack_from(f"<{size // 4}I", cache, offset)
             levels.update({_BY_HWCAPS | number: text(key) for number, key in enumerate(keys)})
 
-    rank = {each: place for place, each in enumerate((*hwcaps, ""))}
+    rank = {level: place for place, level in enumerate((*hwcaps, ""))}
     marked = table("machines")["machines"].get(machine, {}).get("cache")
     flags = int(marked, 16) if marked else None
     size = min(count, (len(cache) - _CACHE_HEADER.size) // _CACHE_ENTRY.size) * _CACHE_ENTRY.size
-    found: dict[str, list[tuple[int, str]]] = {}
+    ranked: dict[str, list[tuple[int, str]]] = {}
     for kind, key, value, _, hwcap in _CACHE_ENTRY.iter_unpack(cache[_CACHE_HEADER.size : _CACHE_HEADER.size + size]):
         if flags in (kind, None) and levels.get(hwcap) in rank:
-            found.setdefault(text(key), []).append((rank[levels[hwcap]], text(value)))
-    return {name: tuple(path for _, path in sorted(paths, key=lambda each: each[0])) for name, paths in found.items()}
+            ranked.setdefault(text(key), []).append((rank[levels[hwcap]], text(value)))
+    return {name: tuple(path for _, path in sorted(paths, key=itemgetter(0))) for name, paths in ranked.items()}
 
 
 # -- a process ---------------------------------------------------------------------------------------------------------
@@ -581,8 +582,8 @@ class Process:
         self.files: dict[tuple[int, int], SharedObject] = {}  # (device, inode): no file is mapped twice.
         self.opened: list[SharedObject] = []  # Everything that ``open`` has mapped, even if something was then missing.
         first = [loader.program] if loader.program else []
-        for name, found in loader.preloaded():
-            first += self._add(name, found)
+        for name, library in loader.preloaded():
+            first += self._add(name, library)
         self._add_needed(first)
 
     def open(self, path: str, *, anyway: bool = False) -> list[Missing]:
@@ -603,21 +604,21 @@ class Process:
         """Map what the objects need, what that needs, and so on: breadth first, as the loader does."""
         missing: list[Missing] = []
         left = _MOST_NAMES
-        for each in objects:
-            for name in each.elf.needed:
+        for asker in objects:
+            for name in asker.elf.needed:
                 left -= 1
                 if name in self.names or left <= 0:
                     continue
-                found = next(self.loader.search(name, each), Missing(name, each))
-                if isinstance(found, SharedObject):
-                    objects += self._add(name, found)
+                dependency = next(self.loader.search(name, asker), Missing(name, asker))
+                if isinstance(dependency, SharedObject):
+                    objects += self._add(name, dependency)
                 else:
-                    missing.append(found)
+                    missing.append(dependency)
         return missing
 
     def _add(self, name: str, new: SharedObject) -> list[SharedObject]:
         """Map an object and return it in a list; if its file is already mapped, add the name and return no object."""
-        known = self.files.setdefault(new.elf.identity, new)
-        for each in filter(None, (name, known.elf.soname)):
-            self.names.setdefault(each, known)
-        return [new] if known is new else []
+        mapped = self.files.setdefault(new.elf.identity, new)
+        for alias in filter(None, (name, mapped.elf.soname)):
+            self.names.setdefault(alias, mapped)
+        return [new] if mapped is new else []

@@ -42,7 +42,7 @@ def steps(machine: Machine, name: str, /, **values: object) -> Lines:
         if condition and not value(condition):
             continue
         alone = None if prompt else _NAME.fullmatch(text)
-        filled = value(*alone.groups()) if alone else _NAME.sub(lambda each: str(value(each[1])), text)
+        filled = value(*alone.groups()) if alone else _NAME.sub(lambda match: str(value(match[1])), text)
         on_host = (prompt or "").startswith("host")
         if on_host and machine.surroundings.container and not on_host_before:
             lines.append("On the host, not in this container:")
@@ -81,9 +81,9 @@ def install_package(machine: Machine, *words: str, again: bool = False, **more: 
     ``more`` adds or replaces names by package manager, such as ``apt="libcuda1"``. With ``again``, packages that are
     installed are installed again, since some of their files are missing.
     """
-    known, manager = tables.table("packages"), machine.platform.package_manager
-    names = {**known["packages"].get(" ".join(words), {}), **more}
-    install = known["managers"].get(manager, {}).get("reinstall" if again else "install")
+    packages, manager = tables.table("packages"), machine.platform.package_manager
+    names = {**packages["packages"].get(" ".join(words), {}), **more}
+    install = packages["managers"].get(manager, {}).get("reinstall" if again else "install")
     if manager in names and install:
         return (sudo(machine, f"{install} {names[manager]}"),)
     return (f"Install your distribution's equivalent of the package {next(iter(names.values()), '')}.",)
@@ -158,13 +158,13 @@ def set_variable(machine: Machine, name: str, value: str) -> Lines:
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
     """Remove a folder from a search path."""
-    rest = _separator(machine).join(each for each in elements(machine, variable) if not _leads_to(each, folder))
+    rest = _separator(machine).join(path for path in elements(machine, variable) if not _leads_to(path, folder))
     return set_variable(machine, variable, rest) if rest.strip(":;") else unset(machine, variable)
 
 
 def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
     """Whether a folder is an element of a search path."""
-    return any(_leads_to(each, folder) for each in elements(machine, variable))
+    return any(_leads_to(element, folder) for element in elements(machine, variable))
 
 
 def elements(machine: Machine, variable: str) -> Lines:
@@ -222,15 +222,15 @@ _DEBIAN = 535  # the lowest branch in Debian's own repository since Debian 12, w
 
 def _chips(machine: Machine) -> list[tables.Chip]:
     """The known chips of the cards on the bus, except those that are passed through to a virtual machine."""
-    found = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
-    return [chip for chip in found if chip]
+    chips = (tables.chip_of(card.device) for card in machine.hardware.gpus if card.driver != "vfio-pci")
+    return [chip for chip in chips if chip]
 
 
 def family(machine: Machine) -> str:
     """The family that this Linux distribution belongs to, as ``packages.json`` names it; ``other`` if it is unknown."""
     names = (machine.platform.distribution, *machine.platform.distribution_like)
-    known = tables.table("packages")["driver"].items()
-    return next((family for name in names for family, like in known if name in like.split()), "other")
+    drivers = tables.table("packages")["driver"].items()
+    return next((family for name in names for family, like in drivers if name in like.split()), "other")
 
 
 def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool | None, Lines, Lines]:
@@ -349,8 +349,8 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
         lines = (f"$ uv add{index} {' '.join(wanted)}",)
     else:
         # NVIDIA's packages for another CUDA version put files into the same folders; a project's tool removes them
-        found = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
-        others = sorted(name for name, of in found if of and of[1] != _major(cuda) and not project)
+        matches = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
+        others = sorted(name for name, of in matches if of and of[1] != _major(cuda) and not project)
         remove = uninstall(machine, "torch", *companions, *others)
         lines = tuple(dict.fromkeys((*remove, *install(machine, *wanted, index=choice.index_url))))
     lines = (*lines, why) if why else lines
@@ -413,8 +413,8 @@ _JETSON_INDEXES = {36: f"{_JETSON}/jp6/cu126/+simple/", 38: f"{_JETSON}/sbsa/cu1
 
 def jetson_torch(machine: Machine) -> Lines:
     """Install the torch that NVIDIA builds for a Jetson, from the index for its release of Jetson Linux."""
-    found = re.search(r"\bR(\d{2})\b", machine.hardware.tegra)
-    index = _JETSON_INDEXES.get(int(found[1]) if found else 0)
+    release = re.search(r"\bR(\d{2})\b", machine.hardware.tegra)
+    index = _JETSON_INDEXES.get(int(release[1]) if release else 0)
     if index is None:
         return (f"Install the torch that NVIDIA builds for this board's JetPack: {_JETSON}",)
     return install(machine, "torch", index=index, force=True)
@@ -444,13 +444,13 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
     >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
     (('pytorch=2.5.1', 'cudnn'), ())
     """
-    known = tables.table("packages")["conda_forge"]
-    parts = [each.partition("==") for each in requirements if each not in ("--no-deps", "--upgrade")]
-    if not all(name in known for name, _, _ in parts):
+    packages = tables.table("packages")["conda_forge"]
+    parts = [text.partition("==") for text in requirements if text not in ("--no-deps", "--upgrade")]
+    if not all(name in packages for name, _, _ in parts):
         return ()
     # NVIDIA's packages have other version numbers there
     pinned = ("torch", *_COMPANIONS)
-    return tuple(known[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
+    return tuple(packages[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
 
 
 def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
@@ -459,7 +459,7 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     if tool in CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return conda(machine, *names, force=force)
     wanted = " ".join(map(quote, requirements))
-    plain = not any(each.startswith("-") for each in requirements)  # options of pip, which a project's tool lacks
+    plain = not any(text.startswith("-") for text in requirements)  # options of pip, which a project's tool lacks
     if project and plain and not index and not force:
         return (f"$ {project} add {wanted}",)
     python = quote(machine.python.executable or "python")
@@ -479,8 +479,8 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
 
 def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Lines:
     """Reinstall the conda-forge packages that contain some libraries; nothing outside of conda."""
-    known = tables.table("packages")["conda_forge_libraries"].items()
-    names = sorted({package for name in libraries for start, package in known if name.startswith(start)})
+    packages = tables.table("packages")["conda_forge_libraries"].items()
+    names = sorted({package for name in libraries for start, package in packages if name.startswith(start)})
     return conda(machine, *names, force=True) if names and _tools(machine)[0] in CONDAS else ()
 
 

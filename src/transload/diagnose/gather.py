@@ -125,9 +125,9 @@ class Gathering:
                 try:
                     if self.rank and (received := self._send(child, report, temporary)) is not None:
                         return received
-                    found = {} if self.rank else self._collect(lambda: self._sources(child, private, report))
-                    if found and (len(found) == self.size or len(found) > 1 or _reported(child, "connected")):
-                        text, code = conclude(found)
+                    reports = {} if self.rank else self._collect(lambda: self._sources(child, private, report))
+                    if reports and (len(reports) == self.size or len(reports) > 1 or _reported(child, "connected")):
+                        text, code = conclude(reports)
                         with suppress(TransloadError, OSError):  # the disk is full: the others end at their deadlines
                             self._announce(f"{text}exit code {code}\n", temporary, child)
                         return code
@@ -236,25 +236,25 @@ class Gathering:
         Reports older than the last result, or much older than this rank's own, are from an earlier run. Ages are
         measured by the clock of the file system, since the clock of a node may be wrong.
         """
-        found: dict[int, str] = {}
+        reports: dict[int, str] = {}
         begun = monotonic()
         while True:
             last = monotonic() >= self.deadline  # checked before the scan, so that this sees all that arrived in time
             for folder in folders():
                 with _using(folder), os.scandir(folder) as entries:
-                    own = os.stat(self._report_path(folder)).st_mtime_ns
-                    before = max(self._last_result, own - int(2e9 * self.seconds))
+                    written = os.stat(self._report_path(folder)).st_mtime_ns
+                    before = max(self._last_result, written - int(2e9 * self.seconds))
                     for entry in entries:
                         match = _REPORT.fullmatch(entry.name)
                         rank = int(match[1]) if match else self.size
                         with suppress(FileNotFoundError):  # its rank has given up
-                            if rank < self.size and rank not in found and entry.stat().st_mtime_ns > before:
+                            if rank < self.size and rank not in reports and entry.stat().st_mtime_ns > before:
                                 with open(entry.path, encoding="utf-8", errors="replace") as stream:
-                                    found[rank] = stream.read()
-            if last or len(found) == self.size:
-                return found
+                                    reports[rank] = stream.read()
+            if last or len(reports) == self.size:
+                return reports
             if self.waiting and monotonic() > begun + _SILENCE:
-                self.waiting([rank for rank in range(self.size) if rank not in found], self.deadline - monotonic())
+                self.waiting([rank for rank in range(self.size) if rank not in reports], self.deadline - monotonic())
                 self.waiting = None
             sleep(_POLL)
 

@@ -190,7 +190,7 @@ def pairs(text: str, separator: str) -> dict[str, str]:
     {'ID': 'ubuntu', 'VERSION_ID': '24.04'}
     """
     lines = (line.partition(separator) for line in text.splitlines())
-    return {name.strip(): value.strip().strip("\"'") for name, found, value in lines if found}
+    return {name.strip(): value.strip().strip("\"'") for name, separator, value in lines if separator}
 
 
 def reason(path: str, error: Exception) -> str:

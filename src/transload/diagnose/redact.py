@@ -43,7 +43,7 @@ def names_here() -> Names:
             homes.append(home)
             users.append(user)
     homes += [os.path.realpath(home) for home in homes if home]
-    return Names(*(tuple(dict.fromkeys(filter(None, found))) for found in (homes, users, hosts)))
+    return Names(*(tuple(dict.fromkeys(filter(None, names))) for names in (homes, users, hosts)))
 
 
 _NONE = Names()
@@ -61,8 +61,8 @@ def redacted(subject: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     """
     machine: Any = getattr(subject, "machine", None) or subject
     redactor = _Redactor(machine, names)
-    made: T = _mapped(subject, redactor.runnable if runnable else redactor.text)
-    return made
+    result: T = _mapped(subject, redactor.runnable if runnable else redactor.text)
+    return result
 
 
 def _mapped(value: Any, change: Callable[[str, str], str], field: str = "") -> Any:
@@ -70,11 +70,11 @@ def _mapped(value: Any, change: Callable[[str, str], str], field: str = "") -> A
     if isinstance(value, str):
         return change(value, field)
     if isinstance(value, tuple):
-        return tuple([_mapped(each, change, field) for each in value])
+        return tuple([_mapped(member, change, field) for member in value])
     if isinstance(value, dict):
-        return {name: _mapped(each, change, name) for name, each in value.items()}
+        return {name: _mapped(member, change, name) for name, member in value.items()}
     if is_dataclass(value):
-        names = (each.name for each in fields(value))
+        names = (field.name for field in fields(value))
         return replace(value, **{name: _mapped(getattr(value, name), change, name) for name in names})  # type: ignore[type-var]
     return value
 
@@ -147,20 +147,21 @@ class _Redactor:
         _mapped(machine, lambda text, field: texts.setdefault((text, field), text))
         # the paths of the user's own home, and every other home with its replacement
         paths = (text for text, _ in texts if "/" in text or "\\" in text)
-        found = dict.fromkeys(match[0] for text in paths for match in _HOME.finditer(text))
-        personal = [home for home in found if _last(home).lower() not in _NOBODY]
+        homes = dict.fromkeys(match[0] for text in paths for match in _HOME.finditer(text))
+        personal = [home for home in homes if _last(home).lower() not in _NOBODY]
         home = machine.variables.values.get("HOME") or ""
         foreign = _ABSOLUTE.match(home) and home not in names.homes  # facts from elsewhere
-        own = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
-        if not own:  # the user's packages show whose machine it is
+        own_homes = [home] if foreign else [home for home in names.homes if _ABSOLUTE.match(home)]
+        if not own_homes:  # the user's packages show whose machine it is
             likely = _HOME.match(machine.python.user_site)
-            own = [likely[0]] if likely else personal[:1]
-        own = [home for home in (path.rstrip("/\\") for path in own) if home and not _NO_HOME.fullmatch(home)]
-        others = (home for home in personal if home not in own)
+            own_homes = [likely[0]] if likely else personal[:1]
+        stripped = (path.rstrip("/\\") for path in own_homes)
+        own_homes = [home for home in stripped if home and not _NO_HOME.fullmatch(home)]
+        others = (home for home in personal if home not in own_homes)
         self.others = {home: f"~user{place}" for place, home in enumerate(others, 2)}
-        self.home = _any_of(own, before=_BEGIN, after=_END)
+        self.home = _any_of(own_homes, before=_BEGIN, after=_END)
 
-        users = (*names.users, *map(_last, own), *map(_last, self.others))
+        users = (*names.users, *map(_last, own_homes), *map(_last, self.others))
         self.users = frozenset(name for name in users if name.lower() not in _PLAIN)
         long = (name for name in self.users if len(name) >= _SHORTEST)
         self.leading_user = _any_of(long, before=r"(?:\A|(?<=\A~))", after=r"(?=[-_.@+]|\Z)")
@@ -174,7 +175,7 @@ class _Redactor:
             (_hosts(names.hosts), "host"),
         )
         values = machine.variables.values
-        self.short = {found for name in _VISIBLE for found in _CARD.findall(values.get(name, ""))}
+        self.short = {uuid for name in _VISIBLE for uuid in _CARD.findall(values.get(name, ""))}
         self.fakes: dict[str, Any] = {}
         for text, field in texts:  # in the order of the facts, so that redacting twice changes nothing
             self._ids(text, field)
@@ -221,8 +222,8 @@ class _Redactor:
         return _UNMARKED.sub(lambda match: match[1] + re.sub("[^-]", "a", match[2]), text)
 
     def _id(self, match: re.Match[str]) -> str:
-        known = len(match[0]) >= _LONG_ID or match[0] in self.short
-        return _fake(match[0], self.fakes) if known else match[0]
+        is_id = len(match[0]) >= _LONG_ID or match[0] in self.short
+        return _fake(match[0], self.fakes) if is_id else match[0]
 
     def _path(self, match: re.Match[str]) -> str:
         if match[0].startswith(_SYSTEM):
@@ -244,7 +245,7 @@ def _unquoted(match: re.Match[str]) -> str:
     return inside if _SAFE.fullmatch(inside) else f'"{_TILDE.sub("$HOME", inside)}"'
 
 
-def _fake(text: str, known: dict[str, Any]) -> str:
+def _fake(text: str, digits: dict[str, Any]) -> str:
     """A replacement for an id or its prefix. Two replacements share a prefix where the originals do.
 
     CUDA_VISIBLE_DEVICES may name a card by a prefix. ``known`` is the tree of the digits so far.
@@ -259,10 +260,10 @@ def _fake(text: str, known: dict[str, Any]) -> str:
             out += char
             continue
         digit = char.lower()
-        known.setdefault(digit, {})
-        fake = "abcdef0123456789"[list(known).index(digit)]
+        digits.setdefault(digit, {})
+        fake = "abcdef0123456789"[list(digits).index(digit)]
         out += fake.upper() if char.isupper() else fake
-        known = known[digit]
+        digits = digits[digit]
     return out
 
 

@@ -96,33 +96,33 @@ def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) ->
     raised: dict[str, str] = {}
     for rule in rules:
         try:
-            found = rule.finding(case)
+            finding = rule.finding(case)
         except Exception as error:  # noqa: BLE001  reported as a bug in transload
             raised[f"rule {rule.code}"] = f"{type(error).__name__}: {error}"[:_WORDS]
             continue
-        if found is None:
+        if finding is None:
             continue
         # no rule overrides an observation: what works is not broken, however unusual it is
         driver_works = rule.layer in _OF_MACHINE and machine.driver.cuda.works
         computes = rule.layer != "extensions" and run.cuda_works
-        if found.severity == "error" and (driver_works or computes) and not failed:
-            found = replace(found, severity="note")
-        matched.append((rule, found))
+        if finding.severity == "error" and (driver_works or computes) and not failed:
+            finding = replace(finding, severity="note")
+        matched.append((rule, finding))
     matched.sort(key=lambda pair: [*LAYERS].index(pair[0].layer))  # stable: in a layer, the order of the rules
-    faults = [(rule, found) for rule, found in matched if found.severity == "error"]
+    faults = [(rule, finding) for rule, finding in matched if finding.severity == "error"]
     faults.sort(key=lambda pair: pair[0].symptom)  # stable: a symptom is a cause only if no layer has a fault
     causes: list[tuple[Rule, Finding]] = []
     muted: list[Muted] = []
-    for rule, found in faults:
+    for rule, finding in faults:
         # causes in the same chain come first, then environment variables
         near = sorted(causes, key=lambda pair: (_chain(pair[0]) != _chain(rule), pair[0].layer != "variables"))
         if because := next((cause.code for cause, _ in near if _explains(cause, rule)), ""):
-            muted.append(Muted(found, because))
+            muted.append(Muted(finding, because))
         else:
-            causes.append((rule, found))
-    others = [found for _, found in matched if found.severity != "error"]
-    findings = (*(found for _, found in causes), *sorted(others, key=lambda found: found.severity != "warning"))
-    severities = {found.severity for found in findings}
+            causes.append((rule, finding))
+    others = [finding for _, finding in matched if finding.severity != "error"]
+    findings = (*(finding for _, finding in causes), *sorted(others, key=lambda finding: finding.severity != "warning"))
+    severities = {finding.severity for finding in findings}
     withheld = not raised and case.withheld  # a check that has raised would do so again
     accelerated = machine.hardware.present and not withheld
     accelerated = accelerated or run.cuda_works or any(other.usable for other in machine.accelerators)
@@ -224,7 +224,7 @@ def _headline(diagnosis: Diagnosis) -> str:
         return f"No GPU {where}{works}. Nothing to repair."
     if machine.driver.cuda.works:
         return f"The CUDA driver works, on {cards(machine)}; torch was not run"
-    others = ", ".join(printable(each.name or each.kind) for each in machine.accelerators if each.usable)
+    others = ", ".join(printable(other.name or other.kind) for other in machine.accelerators if other.usable)
     if run.backends:
         return f"{torch} works with {' and '.join(map(printable, run.backends))}{f', on {others}' if others else ''}"
     return f"No NVIDIA GPU, but {others}; no problem found with {torch}" if others else "No cause was found"
@@ -243,18 +243,18 @@ def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
 
 def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     """The chain of layers, each with its state and with findings that follow from the cause."""
-    muted = {each.finding.code: each.because for each in diagnosis.muted}
-    every = (*diagnosis.findings, *(each.finding for each in diagnosis.muted))
+    muted = {muted_finding.finding.code: muted_finding.because for muted_finding in diagnosis.muted}
+    every = (*diagnosis.findings, *(muted_finding.finding for muted_finding in diagnosis.muted))
     seen = chain(diagnosis.machine)
     yield from heading("From the card to torch")
     for layer in ORDER:
-        found = [each for each in every if BY_CODE[each.code].layer == layer]
-        if layer not in seen and all(finding.severity == "note" for finding in found):
+        of_layer = [finding for finding in every if BY_CODE[finding.code].layer == layer]
+        if layer not in seen and all(finding.severity == "note" for finding in of_layer):
             continue
         state, text = seen.get(layer, ("idle", ""))
-        own = [finding for finding in found if finding.code not in muted and finding.severity != "note"]
-        unclear = state == "unknown" and all(BY_CODE[finding.code].symptom for finding in own)
-        severities = () if unclear else [finding.severity for finding in own]
+        causes = [finding for finding in of_layer if finding.code not in muted and finding.severity != "note"]
+        unclear = state == "unknown" and all(BY_CODE[finding.code].symptom for finding in causes)
+        severities = () if unclear else [finding.severity for finding in causes]
         mark, role = _MARKS[state]
         if "error" in severities:
             mark, role = _MARKS["broken"]
@@ -262,11 +262,11 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             mark, role = _SIGNS["warning"]
         elif state == "broken":  # because of the cause; or it is not needed
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
-        codes = "".join(f"{_GAP}[{finding.code}]" for finding in own)
+        codes = "".join(f"{_GAP}[{finding.code}]" for finding in causes)
         dim = "dim" if mark == "–" else ""
         lead = (("  ", ""), (f"{mark} ", role), (f"{LAYERS[layer]:<{_WIDTH}}  ", dim))
         yield Prose(((text, dim), (codes, "dim")), lead=lead)
-        for finding in found:
+        for finding in of_layer:
             if finding.code in muted:
                 title = "" if BY_CODE[finding.code].symptom else f": {printable(finding.title, None)}"
                 because = f"because of {muted[finding.code]}{title}{_GAP}[{finding.code}]"
@@ -316,13 +316,13 @@ def chain(machine: Machine) -> dict[str, Seen]:
     """
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     around, kernel, cuda = machine.surroundings, machine.kernel, machine.driver.cuda
-    found: dict[str, Seen] = {}
+    seen: dict[str, Seen] = {}
 
     # the layers between the card and torch matter only with a GPU
     gpu = machine.hardware.present or cuda.works or machine.driver.nvml.count > 0
     pci, windows, libcuda = machine.hardware.pci, around.wsl or machine.hardware.dxg, machine.driver.libraries.libcuda
-    others = ", ".join(printable(" ".join(filter(None, (each.name, each.detail)))) for each in machine.accelerators)
-    found["hardware"] = _first(
+    others = ", ".join(printable(" ".join(filter(None, (other.name, other.detail)))) for other in machine.accelerators)
+    seen["hardware"] = _first(
         (gpu, "ok", cards(machine)),
         (isinstance(pci, Unknown), "unknown", _reason(pci)),
         (others, "idle", f"no NVIDIA GPU; {others}"),
@@ -330,7 +330,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
     )
     if gpu:
         foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
-        found["kernel"] = _first(
+        seen["kernel"] = _first(
             (kernel.loaded, "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")),
             (windows, "ok", "provided by Windows"),
             (cuda.works, "ok", "not visible from here, but works"),
@@ -347,13 +347,13 @@ def chain(machine: Machine) -> dict[str, Seen]:
         around.sandbox,
     )
     if any(places):
-        found["surroundings"] = "ok", printable(", ".join(filter(None, places)))
+        seen["surroundings"] = "ok", printable(", ".join(filter(None, places)))
     if gpu:
         start = "/dev/dxg" if windows else "/dev/nvidia"
         nodes = [n for n in machine.nodes.found if n.path.startswith(start) and "nvidia-caps" not in n.path]
         bad = [f"{node.path}: {node.error}" for node in nodes if node.error]
         good = [node.path for node in nodes if not node.error]
-        found["nodes"] = _first(
+        seen["nodes"] = _first(
             (bad and not cuda.works, "broken", printable(", ".join(bad))),
             (good, "ok", printable(", ".join(good))),
             (True, "unknown", "not examined"),
@@ -361,7 +361,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
         path = printable(cuda.library or (libcuda.target or libcuda.path if libcuda else ""))
         problem, kind = (printable(libcuda.problem), libcuda.kind) if libcuda else ("", "")
         unread = _reason(machine.driver.libraries.cuda)
-        found["libraries"] = _first(
+        seen["libraries"] = _first(
             (problem, "broken", f"{path}: {problem}"),
             (kind == "stub", "broken", f"{path}, a stub"),
             (kind == "compat", "ok", f"{path}, from a compat directory"),
@@ -369,7 +369,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
             (unread, "unknown", unread),
             (True, "broken", "libcuda.so.1 is not found"),
         )
-        found["driver"] = _first(
+        seen["driver"] = _first(
             (cuda.works, "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"),
             (not cuda.answer.answered, *_no_answer(cuda.answer)),
             (cuda.init, "broken", f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()),
@@ -382,10 +382,10 @@ def chain(machine: Machine) -> dict[str, Seen]:
     shown = [
         printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in deciding
     ]
-    found["variables"] = "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
+    seen["variables"] = "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
     where = f" in {python.prefix}" if python.prefix else ""
     environment = f", {python.environment}" if python.environment else ""
-    found["python"] = _first(
+    seen["python"] = _first(
         (python.problem or not python.version, "unknown", printable(python.problem or "not asked")),
         (True, "ok", printable(f"{python.version}{where}{environment}")),
     )
@@ -395,7 +395,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
         built = " and ".join(f"for {name} {version}" for name, version in kinds if version) or "for the CPU only"
         built = built if first.known else first.problem or "its version.py cannot be read"
         built = f"{_torch_words(first)}, {printable(built)}"
-    found["build"] = _first(
+    seen["build"] = _first(
         (torch.shadow, "broken", printable(f"{torch.shadow} is imported instead")),
         (isinstance(torch.installs, Unknown), "unknown", _reason(torch.installs)),
         (built, "ok", built),
@@ -403,10 +403,10 @@ def chain(machine: Machine) -> dict[str, Seen]:
     )
     if first is not None and first.cuda:
         libraries = machine.torch_libraries
-        missing = [each.name for each in libraries.needed if not each.path]
+        missing = [library.name for library in libraries.needed if not library.path]
         unresolved = libraries.unresolved[0] if libraries.unresolved else ""
         unread = _reason(libraries.architectures)
-        found["torch-libraries"] = _first(
+        seen["torch-libraries"] = _first(
             (missing, "broken", printable(f"not found: {', '.join(missing)}")),
             (libraries.unresolved, "broken", printable(f"undefined: {unresolved}")),
             (libraries.needed, "ok", f"all {len(libraries.needed)} NVIDIA libraries found"),
@@ -416,9 +416,9 @@ def chain(machine: Machine) -> dict[str, Seen]:
         if gpu and cuda.works:
             levels = {"sm_" + "".join(map(str, level)): None for level in machine.capabilities.values()}
             fit = f"torch for CUDA {first.cuda}, driver for {cuda_text(cuda.version)}, {', '.join(levels)}"
-            found["fit"] = "ok", printable(fit.rstrip(", "))
+            seen["fit"] = "ok", printable(fit.rstrip(", "))
         elif gpu:
-            found["fit"] = "idle", "not checked"
+            seen["fit"] = "idle", "not checked"
 
     # without a GPU it is not a fault that CUDA does not start
     needed = gpu or machine.accelerators
@@ -426,7 +426,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
     failed = next((f"{step.name}: {step.error}" for step in errors), "")
     state, missing_answer = _no_answer(run.answer)
     done = ", ".join(step.name for step in run.steps if step.name not in ("import", "available", "init"))
-    found["run"] = _first(
+    seen["run"] = _first(
         (run.answer.state == "unasked", state, missing_answer.replace("not asked", "not run", 1)),
         (failed, "broken", printable(failed, _ERROR)),
         (not run.answer.answered, "broken", missing_answer),
@@ -435,9 +435,9 @@ def chain(machine: Machine) -> dict[str, Seen]:
         (run.backends, "ok", printable(f"works with {', '.join(run.backends)}")),
         (True, "ok", "works on the CPU"),
     )
-    if names := [f"{each.package} {each.version}".strip() for each in machine.extensions]:
-        found["extensions"] = "ok", printable(", ".join(names), _ERROR)
-    return found
+    if names := [f"{extension.package} {extension.version}".strip() for extension in machine.extensions]:
+        seen["extensions"] = "ok", printable(", ".join(names), _ERROR)
+    return seen
 
 
 def _first(*options: tuple[object, State, str]) -> Seen:
@@ -512,8 +512,8 @@ def facts(machine: Machine) -> Iterator[Block]:
         shown = [fact for fact in _flat(section, value) if not _empty(fact[1])]
         if isinstance(value, str) or not shown:
             continue
-        known = table("facts")["sections"][section]
-        yield from heading(known["title"], known.get("remark", ""))
+        sources = table("facts")["sections"][section]
+        yield from heading(sources["title"], sources.get("remark", ""))
         labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in shown}
         width = min(_LABEL, max(map(len, labels.values())))
         for source in dict.fromkeys(source_of(name) for name, _ in shown):
@@ -534,8 +534,8 @@ def source_of(name: str) -> str:
     ('/proc/driver/nvidia/gpus', '/sys/module/nvidia, /proc/driver/nvidia/version')
     """
     section, field, *_ = (*name.replace("[", ".").split("."), "")
-    known = table("facts")["sections"][section]
-    return str(known.get("fields", {}).get(field) or known["source"])
+    sources = table("facts")["sections"][section]
+    return str(sources.get("fields", {}).get(field) or sources["source"])
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -543,12 +543,12 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if is_dataclass(value) and not isinstance(value, Unknown):
         value = vars(value)
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _flat(f"{name}.{key}", each)
-    elif isinstance(value, tuple) and not all(isinstance(each, _PLAIN) for each in value):
-        for place, each in enumerate(value):
-            plain = all(isinstance(part, (*_PLAIN, tuple)) for part in vars(each).values())
-            yield from [(f"{name}[{place}]", each)] if plain else _flat(f"{name}[{place}]", each)
+        for key, member in value.items():
+            yield from _flat(f"{name}.{key}", member)
+    elif isinstance(value, tuple) and not all(isinstance(member, _PLAIN) for member in value):
+        for place, member in enumerate(value):
+            plain = all(isinstance(part, (*_PLAIN, tuple)) for part in vars(member).values())
+            yield from [(f"{name}[{place}]", member)] if plain else _flat(f"{name}[{place}]", member)
     else:
         yield name, value
 
@@ -561,9 +561,9 @@ def _words(value: Any, field: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):
-        return ", ".join(_words(each) for each in value)
+        return ", ".join(_words(member) for member in value)
     if is_dataclass(value):
-        values = ((each, getattr(value, each.name)) for each in fields(value))
-        worth = ((each.name, part) for each, part in values if not _empty(part) and part != each.default)
+        values = ((field, getattr(value, field.name)) for field in fields(value))
+        worth = ((field.name, part) for field, part in values if not _empty(part) and part != field.default)
         return "; ".join(f"{name} {_words(part, name)}" for name, part in worth)
     return _NUMBERS[field].format(value) if field in _NUMBERS and isinstance(value, int) else str(value)

@@ -74,9 +74,9 @@ def reports_in(text: str) -> Iterator[tuple[str, object | ValueError]]:
         streams = {label: "".join(parts) for label, parts in by_label.items()}  # launchers add line breaks
     for label, stream in streams.items():
         name = f"rank {label}" if label.isdigit() else label
-        found = list(_parsed(stream))
+        documents = list(_parsed(stream))
         words = f", only: {stream.strip()[:200]}" if stream.strip() else ""
-        yield from ((name, each) for each in found or [ValueError(f"there is no report in it{words}")])
+        yield from ((name, document) for document in documents or [ValueError(f"there is no report in it{words}")])
 
 
 def _parsed(stream: str) -> Iterator[object | ValueError]:
@@ -111,15 +111,15 @@ def machine_from(data: dict[str, Any]) -> Machine:
     >>> machine_from({"platform": {"system": "Linux", "new": 1}}).platform.system
     'Linux'
     """
-    made: Machine = _value(Machine, data, "machine")
-    return made
+    machine: Machine = _value(Machine, data, "machine")
+    return machine
 
 
 @cache  # else it takes most of the time of a comparison, which may read thousands of reports
 def _form(kind: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any] | None]:
     """The origin of a type, its arguments, and the fields of a dataclass with their types."""
     hints = get_type_hints(kind) if isinstance(kind, type) and is_dataclass(kind) else {}
-    members = {each.name: hints[each.name] for each in fields(kind)} if hints else None
+    members = {field.name: hints[field.name] for field in fields(kind)} if hints else None
     return get_origin(kind) or kind, get_args(kind), members
 
 
@@ -135,12 +135,12 @@ def _value(kind: Any, data: Any, where: str) -> Any:
             return None
         if isinstance(data, dict) and set(data) == {"unknown"} and Unknown in kinds:
             return Unknown(str(data["unknown"])[:_TEXT])
-        return _value(next(each for each in kinds if each not in (Unknown, type(None))), data, where)
+        return _value(next(kind for kind in kinds if kind not in (Unknown, type(None))), data, where)
     if origin is tuple and isinstance(data, list):
-        return tuple(_value(kinds[0], each, f"{where}[{index}]") for index, each in enumerate(data[:_LIST]))
+        return tuple(_value(kinds[0], item, f"{where}[{index}]") for index, item in enumerate(data[:_LIST]))
     if origin is dict and isinstance(data, dict):
         given = list(data.items())[:_LIST]
-        return {str(name)[:_TEXT]: _value(kinds[1], each, f"{where}.{name[:60]}") for name, each in given}
+        return {str(name)[:_TEXT]: _value(kinds[1], item, f"{where}.{name[:60]}") for name, item in given}
     if origin is Literal and data in kinds:
         return data
     if members is not None and isinstance(data, dict):

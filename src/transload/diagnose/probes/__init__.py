@@ -79,8 +79,8 @@ def probe(
         elif here.python == sys.executable:
             here, why = attempt("python", (here, ""), interpreters.choose, here)
         examined = attempt("python", Python(here.python), interpreters.python, here, why)
-        found = attempt("torch", bare.torch, interpreters.torch, here, examined)
-        unasked = examined.problem or (f"import torch finds {found.shadow}" if found.shadow else "")
+        installed = attempt("torch", bare.torch, interpreters.torch, here, examined)
+        unasked = examined.problem or (f"import torch finds {installed.shadow}" if installed.shadow else "")
         runs = torch and not unasked  # never run a file that is not PyTorch's
         run = start(interpreters.question(here, examined.executable), timeout or _TORCH) if runs else None
 
@@ -93,24 +93,24 @@ def probe(
         cards = attempt("hardware", bare.hardware, system.hardware, here)
         drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
         kernel = attempt("kernel", bare.kernel, system.kernel, here)
-        own = tuple(f"({pid})" for pid in ours)  # our own children may hang in the driver
+        suffixes = tuple(f"({pid})" for pid in ours)  # our own children may hang in the driver
         linked = bare.torch_libraries
-        if found.first:
-            linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined.path, found.first)
+        if first := installed.first:
+            linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined.path, first)
         machine = Machine(
             transload=__version__,
             taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             platform=attempt("platform", bare.platform, system.platform, here),
             surroundings=attempt("surroundings", bare.surroundings, system.surroundings, here),
             hardware=cards,
-            kernel=replace(kernel, stuck=tuple(each for each in kernel.stuck if not each.endswith(own))),
+            kernel=replace(kernel, stuck=tuple(process for process in kernel.stuck if not process.endswith(suffixes))),
             nodes=attempt("nodes", bare.nodes, system.nodes, here),
             toolkit=attempt("toolkit", bare.toolkit, system.toolkit, here),
             variables=attempt("variables", bare.variables, system.variables, here),
             python=examined,
-            torch=found,
+            torch=installed,
             torch_libraries=linked,
-            extensions=attempt("extensions", (), libraries.extensions, loader, examined.path, found.first),
+            extensions=attempt("extensions", (), libraries.extensions, loader, examined.path, installed.first),
             accelerators=attempt("accelerators", (), system.accelerators, here, cards),
         )
         # Imported while the children work: the rules take a third of the time of a run.

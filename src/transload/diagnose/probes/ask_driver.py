@@ -64,10 +64,10 @@ class DriverLibrary:
 
     def file(self, function: str) -> str:
         """The mapped file that contains a function; found by its name if the library lacks the function."""
-        found = self.has(function) and ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
+        address = self.has(function) and ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
         stem = os.path.basename(self.name).split(".so")[0] + ".so"
         for start, end, path in mapped():
-            if start <= found < end if found else os.path.basename(path).startswith(stem):
+            if start <= address < end if address else os.path.basename(path).startswith(stem):
                 return path
         return ""
 

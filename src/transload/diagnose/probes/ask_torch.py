@@ -111,7 +111,7 @@ def compute(report: Report, torch: Any, cudnn: bool) -> bool:
 
     def devices() -> tuple[str, ...]:
         every = [torch.cuda.get_device_properties(index) for index in range(min(torch.cuda.device_count(), DEVICES))]
-        return tuple(f"{each.name} ({each.major}, {each.minor})" for each in every)
+        return tuple(f"{device.name} ({device.major}, {device.minor})" for device in every)
 
     def convolution() -> None:
         report.say(cudnn=int(torch.backends.cudnn.version() or 0))

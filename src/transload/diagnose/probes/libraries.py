@@ -39,10 +39,10 @@ def driver_libraries(loader: Loader) -> DriverLibraries:
         why = Unknown(f"the loader of {host.uname[0]} is not known")
         return DriverLibraries(why, why, why)
     path = elements("" if loader.musl else host.environ.get("LD_LIBRARY_PATH", ""))
-    relative = [each for each in path if each and not each.startswith(("/", "$"))]
+    relative = [element for element in path if element and not element.startswith(("/", "$"))]
     searched = ["LD_LIBRARY_PATH has an empty element"] if "" in path else []
-    searched += [f"LD_LIBRARY_PATH has a relative element: {each}" for each in relative[:1]]
-    folders = [each for each in host.search_path() if not each.startswith("/mnt/")]  # Windows' folders in WSL: slow
+    searched += [f"LD_LIBRARY_PATH has a relative element: {element}" for element in relative[:1]]
+    folders = [folder for folder in host.search_path() if not folder.startswith("/mnt/")]  # of Windows in WSL: slow
     return DriverLibraries(
         cuda=_libraries(loader, "libcuda.so.1"),
         nvml=_libraries(loader, "libnvidia-ml.so.1"),
@@ -56,7 +56,7 @@ def driver_libraries(loader: Loader) -> DriverLibraries:
 def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
     """Every file of that name, once: those that the loader finds, in order, then the others."""
     host = loader.host
-    paths = [(each.path, each.via) for listed, each in loader.preloaded() if name in (each.elf.soname, listed)]
+    paths = [(lib.path, lib.via) for listed, lib in loader.preloaded() if name in (lib.elf.soname, listed)]
     paths += loader.candidates(name, loader.program).items()
     patterns = [f"{folder}/{name}" for folder in table("drivers")["folders"]]
     patterns.append(f"/usr/local/cuda*/lib64/stubs/{name.removesuffix('.1')}")
@@ -77,8 +77,8 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
         suffix, constants = re.search(r"\.so\.(\d{3,4}\.\d+(?:\.\d+)*)$", target), b""
         if not suffix and isinstance(elf, Elf):
             constants = elf.section_bytes(".rodata", _CONSTANTS) or b""
-        found = _RELEASE.search(constants)
-        version = suffix[1] if suffix else (found[1] or found[2]).decode() if found else ""
+        release = _RELEASE.search(constants)
+        version = suffix[1] if suffix else (release[1] or release[2]).decode() if release else ""
         folders = {*path.split("/")[:-1], *target.split("/")[:-1]}
         kind: Kind = "driver" if version or folders & {"tegra", "nvidia"} else "other"
         if "stubs" in folders:
@@ -115,7 +115,7 @@ def preloads(source: str) -> tuple[list[Preload], str, list[Preload]]:
     """
 
     def pairs(text: str) -> list[Preload]:
-        return [(each["folder"], each["name"], not each["optional"]) for each in _PAIR.finditer(text)]
+        return [(pair["folder"], pair["name"], not pair["optional"]) for pair in _PAIR.finditer(text)]
 
     start = source.find("def _preload_cuda")
     text = source[start : source.find("USE_RTLD_GLOBAL_WITH_LIBTORCH or", start)] if start >= 0 else ""
@@ -136,9 +136,9 @@ def preloads(source: str) -> tuple[list[Preload], str, list[Preload]]:
 
 def package_of(name: str, cuda: str) -> str:
     """The distribution that should contain a library for that CUDA version; empty if unknown."""
-    found = CUDA_LIBRARY.fullmatch(name)
+    match = CUDA_LIBRARY.fullmatch(name)
     major = cuda.partition(".")[0]
-    stem = (found["stem"] or "") if found else ""
+    stem = (match["stem"] or "") if match else ""
     if not stem or not major.isdecimal():
         return ""
     names = table("packages")["nvidia_wheels"]
@@ -165,7 +165,7 @@ class _TorchImport:
         if any(name.partition(".")[0] in first for _, name, _ in rescue):
             self._preload(rescue)
             self.missing = self.process.open(f"{lib}/libtorch_global_deps.so")
-        elif marker and any(marker in host.target(each.path) for each in self.process.names.values()):
+        elif marker and any(marker in host.target(library.path) for library in self.process.names.values()):
             self._preload(always)
         extension = host.paths(install.location, "_C.", ".so")
         for file in (*extension, *(f"{lib}/{name}" for name in _LAZY if host.exists(f"{lib}/{name}"))):
@@ -173,10 +173,10 @@ class _TorchImport:
         loader.imports[install.location] = self.process
         # Library → NVIDIA's distributions whose RECORDs list it, with their versions; the file may be missing.
         self.owners: dict[str, dict[str, str]] = {}
-        for each in installed(host, path):
-            if each.name.startswith("nvidia") and each.name not in ("nvidia-cuda-cccl", "nvidia-ml-py"):
-                for file in each.files(r'[^",\n]*/lib/[^/",\n]+\.so[.\d]*'):
-                    self.owners.setdefault(f"{each.site}/{file}", {}).setdefault(each.name, each.stated)
+        for dist in installed(host, path):
+            if dist.name.startswith("nvidia") and dist.name not in ("nvidia-cuda-cccl", "nvidia-ml-py"):
+                for file in dist.files(r'[^",\n]*/lib/[^/",\n]+\.so[.\d]*'):
+                    self.owners.setdefault(f"{dist.site}/{file}", {}).setdefault(dist.name, dist.stated)
 
     def _preload(self, libraries: Sequence[Preload]) -> None:
         """Load one after the other, up to the first required one that cannot be loaded.
@@ -204,8 +204,8 @@ class _TorchImport:
         """NVIDIA's libraries, each with the first library that needs it, torch's own first; then what is missing."""
         names = self.process.names
         seen: set[str] = set()
-        own = f"{self.install.location}/"
-        for asker in sorted(self.process.opened, key=lambda each: not each.path.startswith(own)):
+        torch_folder = f"{self.install.location}/"
+        for asker in sorted(self.process.opened, key=lambda library: not library.path.startswith(torch_folder)):
             for name in asker.elf.needed:
                 if not CUDA_LIBRARY.fullmatch(name) or name in seen or name not in names:
                     continue
@@ -213,14 +213,14 @@ class _TorchImport:
                 got, (expected, package) = names[name], self._expected(name)
                 path, via = self._clean(got.path, expected), "loaded" if got.via == "path" else got.via
                 yield Resolved(name, path, via, os.path.basename(asker.path), self._version(path), expected, package)
-        for each in self.missing:
-            if each.name in seen or each.name.startswith(_OF_DRIVER):
+        for missing in self.missing:
+            if missing.name in seen or missing.name.startswith(_OF_DRIVER):
                 continue
-            seen.add(each.name)
-            expected, package = self._expected(each.name)
-            by = os.path.basename(each.needed_by.path) if each.needed_by else "torch"
-            path = self._clean(each.path, expected)
-            yield Resolved(each.name, path, each.via, by, "", expected, package, each.problem)
+            seen.add(missing.name)
+            expected, package = self._expected(missing.name)
+            by = os.path.basename(missing.needed_by.path) if missing.needed_by else "torch"
+            path = self._clean(missing.path, expected)
+            yield Resolved(missing.name, path, missing.via, by, "", expected, package, missing.problem)
 
     def _expected(self, name: str) -> tuple[str, str]:
         """The expected file in site-packages, empty if there is none, and the distribution that should contain it."""
@@ -230,8 +230,8 @@ class _TorchImport:
         if self.loader.host.exists(bundled):
             return bundled, "torch"
         # The run path shows whether this torch takes NVIDIA's libraries from their wheels.
-        own = (each for each in self.process.opened if each.path.startswith(location))
-        folders = (os.path.normpath(folder) for each in own for folder in self.loader.run_path(each))
+        torch_libraries = (library for library in self.process.opened if library.path.startswith(location))
+        folders = (os.path.normpath(folder) for library in torch_libraries for folder in self.loader.run_path(library))
         if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
             return "", ""
         fitting = [path for path in self.owners if os.path.basename(path) == name]
@@ -243,8 +243,8 @@ class _TorchImport:
     def _clean(self, path: str, expected: str) -> str:
         """The path without ``..``, spelled as ``expected`` if it is the same file."""
         target = self.loader.host.target
-        spellings = (each for each in (expected, os.path.normpath(path)) if path and each)
-        return next((each for each in spellings if target(each) == target(path)), path)
+        spellings = (spelling for spelling in (expected, os.path.normpath(path)) if path and spelling)
+        return next((spelling for spelling in spellings if target(spelling) == target(path)), path)
 
     def _version(self, path: str) -> str:
         suffix = re.search(r"\.so\.(\d+\.\d[\d.]*)$", self.loader.host.target(path))
@@ -258,20 +258,20 @@ class _TorchImport:
         needs: list[tuple[str, str, list[UndefinedSymbol]]] = []  # the library that needs them, the file, the symbols
         wanted: dict[str, set[UndefinedSymbol]] = {}
         for asker in self.process.opened:
-            own = asker.path.startswith(self.install.location)
+            of_torch = asker.path.startswith(self.install.location)
             of_nvidia = [name for name in asker.elf.needed if CUDA_LIBRARY.fullmatch(name)]
             by_file: dict[str, list[UndefinedSymbol]] = {}
-            for each in (asker.elf.undefined(of_nvidia) or ()) if own or of_nvidia else ():
-                if each.file in names and (each.name if each.file in of_nvidia else own):
-                    by_file.setdefault(each.file, []).append(each)
+            for symbol in (asker.elf.undefined(of_nvidia) or ()) if of_torch or of_nvidia else ():
+                if symbol.file in names and (symbol.name if symbol.file in of_nvidia else of_torch):
+                    by_file.setdefault(symbol.file, []).append(symbol)
             for file, symbols in by_file.items():
                 needs.append((os.path.basename(asker.path), file, symbols))
                 wanted.setdefault(file, set()).update(symbols)
         lost = {file: {*(names[file].elf.not_defined(symbols) or ())} for file, symbols in wanted.items()}
         for asking, file, symbols in needs:
-            absent = [each for each in symbols if each in lost[file]]
+            absent = [symbol for symbol in symbols if symbol in lost[file]]
             absent = absent[:_MOST_SYMBOLS] if symbols[0].name else absent  # versions are few
-            yield from (f"{each.name or each.version} of {file}, needed by {asking}" for each in absent)
+            yield from (f"{symbol.name or symbol.version} of {file}, needed by {asking}" for symbol in absent)
 
     def split_cudnn(self) -> Iterator[str]:
         """Parts of cuDNN that would be loaded from another folder, in a different release than cuDNN's own."""
@@ -287,24 +287,25 @@ class _TorchImport:
             graph = f"{os.path.dirname(cudnn.path)}/libcudnn_graph.so.{major}"
             if isinstance(elf := loader.examine(graph), Elf):
                 askers.append((SharedObject(graph, elf), _BY_GRAPH))
-            own = os.path.dirname(target(cudnn.path))
+            folder = os.path.dirname(target(cudnn.path))
             for asker, part in ((asker, part) for asker, parts in askers for part in parts):
                 names = (f"libcudnn_{part}.so.{'.'.join(numbers[:length])}" for length in range(len(numbers), 0, -1))
-                name, found = next(((each, got) for each in names for got in loader.search(each, asker)), ("", None))
-                if found is None or os.path.dirname(target(found.path)) == own:
+                pairs = ((name, library) for name in names for library in loader.search(name, asker))
+                name, sublibrary = next(pairs, ("", None))
+                if sublibrary is None or os.path.dirname(target(sublibrary.path)) == folder:
                     continue
                 constants = asker.elf.section_bytes(".rodata", _CONSTANTS_OF_CUDNN) or b""
                 # A newer cuDNN on the system may have parts that this one does not know.
-                known = re.search(rf"cudnn_{part}\b".encode(), constants)
-                if known and not target(found.path).endswith(f".so.{'.'.join(numbers)}"):
-                    yield f"{name}: {found.path}, by {found.via}"
+                mention = re.search(rf"cudnn_{part}\b".encode(), constants)
+                if mention and not target(sublibrary.path).endswith(f".so.{'.'.join(numbers)}"):
+                    yield f"{name}: {sublibrary.path}, by {sublibrary.via}"
 
     def cwd_searched(self) -> Iterator[str]:
         """Libraries whose run path includes the current directory."""
-        for each in dict.fromkeys(self.process.opened):
-            if "" in elements(each.elf.run_path, ":") and not self.loader.musl:
-                kind = "RUNPATH" if each.elf.has_runpath else "RPATH"
-                yield f"{os.path.basename(each.path)}: {kind} has an empty element"
+        for library in dict.fromkeys(self.process.opened):
+            if "" in elements(library.elf.run_path, ":") and not self.loader.musl:
+                kind = "RUNPATH" if library.elf.has_runpath else "RPATH"
+                yield f"{os.path.basename(library.path)}: {kind} has an empty element"
 
 
 # cuDNN is a small library that opens its parts at run time, by name: they may come from another release. It requests
@@ -369,10 +370,10 @@ def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
         elf = loader.examine(f"{install.location}/lib/{name}")
         if elf is None and name != _KERNELS[0]:
             continue
-        found = elf.architectures() if isinstance(elf, Elf) else elf
-        if not isinstance(found, dict):
-            return Unknown(f"{name}: {'not there, or not for this machine' if found is None else found.reason}")
-        for architecture, count in found.items():
+        codes = elf.architectures() if isinstance(elf, Elf) else elf
+        if not isinstance(codes, dict):
+            return Unknown(f"{name}: {'not there, or not for this machine' if codes is None else codes.reason}")
+        for architecture, count in codes.items():
             total[architecture] = total.get(architecture, 0) + count
     return total
 
@@ -392,17 +393,17 @@ _BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
 def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None) -> tuple[ExtensionPackage, ...]:
     """The extensions on an import path, checked against the torch that would be imported."""
     host = loader.host
-    known = table("packages")["extensions"].split()
-    found: dict[str, Distribution] = {}
-    for each in installed(host, path):
-        if each.name in known:
-            found.setdefault(each.name, each)  # the first on the path is imported
+    packages = table("packages")["extensions"].split()
+    distributions: dict[str, Distribution] = {}
+    for distribution in installed(host, path):
+        if distribution.name in packages:
+            distributions.setdefault(distribution.name, distribution)  # the first on the path is imported
     process = None
-    if found and host.uname[0] == "Linux":
+    if distributions and host.uname[0] == "Linux":
         if install and install.location not in loader.imports:
             _TorchImport(loader, path, install)
         process = loader.imports[install.location] if install else Process(loader)
-    return tuple(_extension(process, install, each) for each in found.values())
+    return tuple(_extension(process, install, distribution) for distribution in distributions.values())
 
 
 def _extension(process: Process | None, install: TorchInstall | None, dist: Distribution) -> ExtensionPackage:
@@ -430,38 +431,38 @@ def _extension(process: Process | None, install: TorchInstall | None, dist: Dist
             return replace(bare, missing=(f"libbitsandbytes_cuda{install.cuda.replace('.', '')}.so",))
     examined = ((path, process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
     elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
-    missing = {path: [each.name for each in process.open(path)] for path in elves}
+    missing = {path: [missing.name for missing in process.open(path)] for path in elves}
     loaded = {path: elf for path, elf in elves.items() if not any(map(_CODECS.match, missing[path]))}
     wanted: dict[str, list[UndefinedSymbol]] = {}
     lacking: set[UndefinedSymbol] = set()
     if install:
         folder = f"{install.location}/lib/"
         for path, elf in loaded.items():
-            wanted[path] = [each for each in elf.undefined() or () if _OF_TORCH.match(each.name)]
-        torch_elves = (each.elf for each in process.files.values() if each.path.startswith(folder))
+            wanted[path] = [symbol for symbol in elf.undefined() or () if _OF_TORCH.match(symbol.name)]
+        torch_elves = (library.elf for library in process.files.values() if library.path.startswith(folder))
         left = tuple(dict.fromkeys(chain.from_iterable(wanted.values())))
         for library in chain(torch_elves, elves.values()):
             rest = library.not_defined(left) if left else ()
             left = left if isinstance(rest, Unknown) else rest
         lacking.update(left)
-    found = [
+    libraries = [
         replace(
             bare,
             library=path,
             architectures=tuple(loaded[path].architectures() or ()),
-            undefined=tuple([each.name for each in wanted.get(path, ()) if each in lacking][:_MOST_SYMBOLS]),
+            undefined=tuple([symbol.name for symbol in wanted.get(path, ()) if symbol in lacking][:_MOST_SYMBOLS]),
             missing=tuple(dict.fromkeys(name for name in missing[path] if not name.startswith(_OF_DRIVER))),
         )
         if path in loaded
         else replace(bare, library=path)
         for path in elves
     ]
-    found = [each for each in found if each.architectures or each.undefined or each.missing] or found
-    found.sort(key=lambda each: (not each.missing, not each.undefined, -len(each.architectures)))  # the worst first
-    every = {name for each in found for name in each.architectures}
+    libraries = [lib for lib in libraries if lib.architectures or lib.undefined or lib.missing] or libraries
+    libraries.sort(key=lambda lib: (not lib.missing, not lib.undefined, -len(lib.architectures)))  # the worst first
+    every = {name for library in libraries for name in library.architectures}
     # cubins before PTX, each by number: sm_90a before sm_100
     ordered = sorted(every, key=lambda name: (not name.startswith("sm_"), len(name.rstrip("af")), name))
-    return replace([*found, bare][0], architectures=tuple(ordered))
+    return replace([*libraries, bare][0], architectures=tuple(ordered))
 
 
 def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[str]:
@@ -472,10 +473,10 @@ def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[s
     ['/b/libbitsandbytes_cuda126.so']
     """
     kind, wanted = ("rocm", install.hip) if install.hip else ("cuda", install.cuda) if install.cuda else ("cpu", "")
-    fitting = {each[2]: each[0] for each in map(_BITSANDBYTES.fullmatch, paths) if each and each[1] == kind}
+    fitting = {match[2]: match[0] for match in map(_BITSANDBYTES.fullmatch, paths) if match and match[1] == kind}
     if kind == "cpu":
         return list(fitting.values())
     major, minor = (*wanted.split("."), "0")[:2]
     minors = {number[len(major) :]: path for number, path in fitting.items() if number.startswith(major)}
-    distance = {path: int(each or 0) - int(minor) if minor.isdecimal() else 0 for each, path in minors.items()}
+    distance = {path: int(number or 0) - int(minor) if minor.isdecimal() else 0 for number, path in minors.items()}
     return sorted(minors.values(), key=lambda path: (distance[path] > 0, abs(distance[path])))[:1]

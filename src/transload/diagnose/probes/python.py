@@ -33,12 +33,12 @@ def choose(host: Host) -> tuple[Host, str]:
     if any(host.exists(f"{entry}/torch/{name}") for entry in own()["path"] for name in _TORCH):
         return host, ""
     interpreters = [(interpreter(host, path), how) for path, how in likely(host)]
-    found = [(*each, how) for each, how in interpreters if each and each[1] != sys.prefix]
-    for executable, _, torch, how in found:
+    others = [(*interpreter, how) for interpreter, how in interpreters if interpreter and interpreter[1] != sys.prefix]
+    for executable, _, torch, how in others:
         if torch:
             return replace(host, python=executable), f"transload's own environment has no torch; {how} has one"
-    if found and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
-        executable, _, _, how = found[0]
+    if others and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
+        executable, _, _, how = others[0]
         why = f"transload has an environment of its own, and no torch was found; this one was found through {how}"
         return replace(host, python=executable), why
     return host, "no environment with a torch was found; this is transload's own"
@@ -62,8 +62,9 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
     stdlib, prefix, base_prefix = report.pop("stdlib"), report["prefix"], report["base_prefix"]
     kind, tool = environment(host, prefix, base_prefix)
     relevant = tuple(table("packages")["relevant"].split())
-    found = [each for each in installed(host, path) if each.name.startswith(relevant)]
-    packages = {each.name: each.stated or each.version for each in reversed(found)}  # the first on the path counts
+    distributions = [distribution for distribution in installed(host, path) if distribution.name.startswith(relevant)]
+    # The first on the path counts.
+    packages = {dist.name: dist.stated or dist.version for dist in reversed(distributions)}
     return Python(
         **{**report, "executable": report["executable"] or executable, "path": path},
         environment=kind,
@@ -168,7 +169,7 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, A
         ours, facts = own(), outcome.facts
         report: dict[str, Any] = {name: facts.get(name) for name in ours}
         valid = all(type(report[name]) is type(ours[name]) for name in ours)
-        valid = valid and all(type(each) is str for each in report["path"])
+        valid = valid and all(type(entry) is str for entry in report["path"])
         return report if valid else f"{executable} is not a Python interpreter: its answer cannot be understood"
     if outcome.state == "unasked":
         return f"{executable} {outcome.end}"
@@ -266,13 +267,13 @@ def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
         base = host.environ.get("PYTHONUSERBASE") or f"{host.environ.get('HOME', '')}/.local"
         yield f"{base}/lib/python{version}/site-packages"
     home = settings.get("home", "") if shares else ""
-    for each in (prefix, *([home.rstrip("/").rpartition("/")[0]] if home.startswith("/") else ())):
-        for folder in (*host.paths(f"{each}/lib"), *host.paths(f"{each}/lib64")):
-            found = _VERSION.match(folder.rpartition("/")[2])
-            if found and version in ("", found[1]):
+    for base_prefix in (prefix, *([home.rstrip("/").rpartition("/")[0]] if home.startswith("/") else ())):
+        for folder in (*host.paths(f"{base_prefix}/lib"), *host.paths(f"{base_prefix}/lib64")):
+            numbered = _VERSION.match(folder.rpartition("/")[2])
+            if numbered and version in ("", numbered[1]):
                 yield f"{folder}/site-packages"
-        yield f"{each}/Lib/site-packages"
-        if each in ("", "/usr"):  # where Debian installs packages
+        yield f"{base_prefix}/Lib/site-packages"
+        if base_prefix in ("", "/usr"):  # where Debian installs packages
             yield f"/usr/local/lib/python{version}/dist-packages"
             yield "/usr/lib/python3/dist-packages"
 
@@ -361,17 +362,17 @@ class Distribution(NamedTuple):
         """
         line = re.compile(rf'"?({pattern})"?,[^,\n]*,(\d{{0,19}})'.encode())
         lines = (self.host.data(f"{self.path}/RECORD", _RECORD) or b"").split(b"\n")  # a search takes twice as long
-        found = filter(None, map(line.match, lines))
-        return {each[1].decode("utf-8", "surrogateescape"): int(each[2] or -1) for each in found}
+        matches = filter(None, map(line.match, lines))
+        return {match[1].decode("utf-8", "surrogateescape"): int(match[2] or -1) for match in matches}
 
 
 def installed(host: Host, path: Iterable[str]) -> Iterator[Distribution]:
     """Every distribution on an import path, in order."""
     for folder in dict.fromkeys(path):
         for name in host.listdir(folder) or ():
-            if name.endswith("-info") and (found := _METADATA.fullmatch(name)):
-                normal = re.sub(r"[-_.]+", "-", found["name"]).lower()
-                yield Distribution(host, normal, found["version"] or "", f"{folder.rstrip('/')}/{name}")
+            if name.endswith("-info") and (metadata := _METADATA.fullmatch(name)):
+                normal = re.sub(r"[-_.]+", "-", metadata["name"]).lower()
+                yield Distribution(host, normal, metadata["version"] or "", f"{folder.rstrip('/')}/{name}")
 
 
 # -- torch/version.py, which says what torch was built for: read as text, never imported -------------------------------
@@ -389,7 +390,7 @@ def assigned(text: str) -> dict[str, str]:
     >>> assigned("__version__ = '2.8.0+cu128'\ncuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n")
     {'__version__': '2.8.0+cu128', 'cuda': '12.8', 'hip': ''}
     """
-    return {found[1]: found[3] or "" for found in _ASSIGNED.finditer(text.removeprefix("\ufeff"))}
+    return {assignment[1]: assignment[3] or "" for assignment in _ASSIGNED.finditer(text.removeprefix("\ufeff"))}
 
 
 def build(host: Host, folder: str) -> TorchInstall:
@@ -447,18 +448,18 @@ def torch(host: Host, python: Python) -> Torch:
         fits = (dist for dist in hit.dists if dist.stated.partition("+")[0] == release)  # which wrote version.py
         dist = next(fits, hit.dists[0] if hit.dists else stray)
         install = _install(host, hit.path, dist, python.prefix)
-        if hit.kind == "remains" and not any(each.startswith("__init__.py:") for each in install.missing):
+        if hit.kind == "remains" and not any(file.startswith("__init__.py:") for file in install.missing):
             install = replace(install, missing=("__init__.py: absent", *install.missing))
         installs.append(install)
-    known = {host.target(each.location) for each in installs}
+    locations = {host.target(install.location) for install in installs}
     # The finder that setuptools or scikit-build-core wrote for an editable install says where torch is.
     for finder in (f"{place.folder}/{name}" for place in places for name in place.names if _FINDER.fullmatch(name)):
         path = "".join(host.findall(_MAPPED, finder)[:1]).removesuffix("/__init__.py")
-        if path and host.is_dir(path) and host.target(path) not in known:
+        if path and host.is_dir(path) and host.target(path) not in locations:
             installs.append(_install(host, path, stray, python.prefix))
 
     # Distributions without files. A second one of the same version only repeats the first.
-    taken, dangling = {each.dist_info for each in installs}, []
+    taken, dangling = {install.dist_info for install in installs}, []
     for place in places:
         versions = {dist.stated for dist in place.dists if dist.path in taken}
         left = [dist for dist in place.dists if dist.path not in taken and dist.stated not in versions]
@@ -489,7 +490,7 @@ def _entries(host: Host, python: Python) -> Iterator[_PathEntry]:
     for entry in host.distinct(entry for entry, _ in ways):
         folder = entry.rstrip("/")
         if names := host.listdir(entry):
-            dists = tuple(each for each in installed(host, [folder]) if each.name == "torch")
+            dists = tuple(dist for dist in installed(host, [folder]) if dist.name == "torch")
             yield _PathEntry(folder, via[entry], names, dists, *_found(host, folder, names, dists))
 
 
@@ -533,7 +534,7 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
     if installer in ("", "conda") and folder.startswith(f"{prefix}/"):  # the record of its package "pytorch"
         names = host.listdir(f"{prefix}/conda-meta") or ()
         records = (re.fullmatch(r"pytorch-\d[^-]*-([^/]+)\.json", name) for name in names)
-        conda = next((each[1] for each in records if each), "")
+        conda = next((record[1] for record in records if record), "")
     files = _listed(dist) if dist else {}
     damaged, altered = [], []
     for name, expected in files.items():
@@ -565,19 +566,19 @@ def _install(host: Host, folder: str, dist: Distribution | None, prefix: str) ->
 
     # Packages installed with it that need it, unless the user requested torch: pip marks what was requested.
     then, reasons = _mtime(host, dist.path), []
-    for each in installed(host, [dist.site]) if not host.exists(f"{dist.path}/REQUESTED") else ():
-        together = each.path != dist.path and abs(_mtime(host, each.path) - then) <= _TOGETHER
-        needs = each.fields("Requires-Dist") if together else ()
+    for other in installed(host, [dist.site]) if not host.exists(f"{dist.path}/REQUESTED") else ():
+        together = other.path != dist.path and abs(_mtime(host, other.path) - then) <= _TOGETHER
+        needs = other.fields("Requires-Dist") if together else ()
         if any(_NEEDS_TORCH.match(need) and "extra ==" not in need for need in needs):
-            reasons.append(each)
-    reasons.sort(key=lambda each: not host.exists(f"{each.path}/REQUESTED"))
+            reasons.append(other)
+    reasons.sort(key=lambda other: not host.exists(f"{other.path}/REQUESTED"))
     return replace(
         install,
         dist_info=dist.path,
         dist_version=dist.version,
         tags=tuple(host.findall(r"(?i)^Tag:[ \t]*(\S+)", f"{dist.path}/WHEEL", 1 << 16)),
         installed=then,
-        replaced_by=tuple(f"{each.name} {each.version}" for each in reasons[:_NAMED]),
+        replaced_by=tuple(f"{other.name} {other.version}" for other in reasons[:_NAMED]),
         origin=_CREDENTIALS.sub("", str(_json(host, f"{dist.path}/direct_url.json").get("url", ""))),
     )
 

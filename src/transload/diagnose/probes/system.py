@@ -29,9 +29,9 @@ def platform(host: Host) -> facts.Platform:
     release = pairs(host.text("/etc/os-release") or host.text("/usr/lib/os-release") or "", "=")
     distribution, like = release.get("ID", ""), tuple(release.get("ID_LIKE", "").split())
     # The distribution's own package manager if it is installed, else the first that is.
-    known = table("packages")["managers"]
-    wanted = [each for name in (distribution, *like) for each in known if name in known[each]["distributions"].split()]
-    managers = (each for each in (*wanted, *known) if any(map(host.exists, known[each]["programs"])))
+    listed = table("packages")["managers"]
+    wanted = [key for name in (distribution, *like) for key in listed if name in listed[key]["distributions"].split()]
+    managers = (key for key in (*wanted, *listed) if any(map(host.exists, listed[key]["programs"])))
     numbers = host.findall(r"^(?:Groups|Gid):[ \t]*([\d \t]*)$", "/proc/self/status")
     groups = group_names(host)
     chassis = host.text("/sys/class/dmi/id/chassis_type", 64)
@@ -65,8 +65,8 @@ def _libc(host: Host) -> str:
         return " ".join(("musl", *host.findall(r"^P:musl\nV:(\d+\.\d+)", "/lib/apk/db/installed")[:1]))
     for folder in (f"/lib/{host.uname[2]}-linux-gnu", "/lib64", "/usr/lib64", "/usr/lib", "/lib"):
         data = host.data(f"{folder}/libc.so.6", 8 << 20)
-        if data and (found := re.search(rb"GNU C Library[^\n]{0,80} version (\d+\.\d+)", data)):
-            return f"glibc {found[1].decode()}"
+        if data and (stated := re.search(rb"GNU C Library[^\n]{0,80} version (\d+\.\d+)", data)):
+            return f"glibc {stated[1].decode()}"
     return ""
 
 
@@ -91,20 +91,20 @@ class Mount(NamedTuple):
 
 def mounts(host: Host) -> tuple[Mount, ...]:
     """What is mounted at /, at /dev and below it, in the order of mounting."""
-    found = []
+    mounted = []
     for line in (host.text("/proc/self/mountinfo", _MOUNTINFO) or "").split("\n"):
         fields = line.split(" ", 6)
         if len(fields) == 7 and (fields[4] == "/" or f"{fields[4]}/".startswith("/dev/")):
             kind, _, rest = fields[6].partition("- ")[2].partition(" ")
             point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])  # escaped whitespace
-            found.append(Mount(point, kind, tuple(fields[5].split(",")), rest.partition(" ")[2]))
-    return tuple(found)
+            mounted.append(Mount(point, kind, tuple(fields[5].split(",")), rest.partition(" ")[2]))
+    return tuple(mounted)
 
 
-def mount_of(found: tuple[Mount, ...], path: str) -> Mount:
+def mount_of(mounted: tuple[Mount, ...], path: str) -> Mount:
     """The mount that ``path`` is on: the deepest, and of several at one point the last; an empty one if unknown."""
-    over = [each for each in found if path == each.point or path.startswith(each.point.rstrip("/") + "/")]
-    return max(reversed(over), key=lambda each: len(each.point), default=Mount("", ""))
+    over = [mount for mount in mounted if path == mount.point or path.startswith(mount.point.rstrip("/") + "/")]
+    return max(reversed(over), key=lambda mount: len(mount.point), default=Mount("", ""))
 
 
 # -- CUDA toolkits, of which nothing is run ----------------------------------------------------------------------------
@@ -113,8 +113,8 @@ def mount_of(found: tuple[Mount, ...], path: str) -> Mount:
 def toolkit(host: Host) -> facts.Toolkit:
     """The compiler that a build would find first, its version from files next to it, and the folders of toolkits."""
     home = host.environ.get("CUDA_HOME") or host.environ.get("CUDA_PATH") or ""
-    homes = [each.rstrip("/") for each in (home, "/usr/local/cuda") if each.startswith("/")]
-    nvcc = host.program("nvcc", (*host.search_path(), *(f"{each}/bin" for each in homes)))
+    homes = [folder.rstrip("/") for folder in (home, "/usr/local/cuda") if folder.startswith("/")]
+    nvcc = host.program("nvcc", (*host.search_path(), *(f"{folder}/bin" for folder in homes)))
     installed = tuple(path for path in host.paths("/usr/local", "cuda") if host.is_dir(path))
     return facts.Toolkit(nvcc, next(_toolkit_versions(host, nvcc), "") if nvcc else "", home, installed)
 
@@ -129,7 +129,7 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     yield from host.findall(r"CUDA Version (\d+\.\d+(?:\.\d+)?)", f"{home}/version.txt")
     debian = ("/usr/include",) if nvcc.startswith("/usr/bin/") else ()
     targets = (host.uname[2], "sbsa") if host.uname[2] == "aarch64" else (host.uname[2],)  # Jetson, Arm servers
-    for folder in (f"{home}/include", *(f"{home}/targets/{each}-linux/include" for each in targets), *debian):
+    for folder in (f"{home}/include", *(f"{home}/targets/{target}-linux/include" for target in targets), *debian):
         for number in host.findall(r"^#define\s+CUDA_VERSION\s+(\d{4,6})\b", f"{folder}/cuda.h", 1 << 16):
             yield cuda_text(int(number))
     yield from re.findall(r"/cuda-(\d+\.\d+)(?:/|$)", home)
@@ -168,7 +168,7 @@ def surroundings(host: Host) -> facts.Surroundings:
         **signs,
         selinux={"1": "enforcing", "0": "permissive"}.get(host.line("/sys/fs/selinux/enforce"), ""),
         private_dev=(dev.point, dev.kind) == ("/dev", "tmpfs") and not devices,
-        cdi=tuple(sorted({version for found in drivers for version in found})),
+        cdi=tuple(sorted({version for versions in drivers for version in versions})),
         container_toolkit=programs if isinstance(programs, Unknown) else toolkit,
         docker=docker,
         evidence=tuple(evidence),
@@ -191,11 +191,11 @@ def _signs(host: Host, mounted: tuple[Mount, ...]) -> Iterator[tuple[str, Any, s
         if kind := signs["names"].get(name, name):
             yield "container", kind, why.format(name)
     for path in ("/proc/self/cgroup", "/proc/1/cgroup"):
-        if found := re.search(signs["cgroup"], host.text(path, 1 << 14) or ""):
-            yield "container", found.lastgroup, f"{path} names a container ({found.lastgroup})"
+        if match := re.search(signs["cgroup"], host.text(path, 1 << 14) or ""):
+            yield "container", match.lastgroup, f"{path} names a container ({match.lastgroup})"
     root = mount_of(mounted, "/")
-    if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (found := re.search(signs["layer"], root.detail)):
-        yield "container", found.lastgroup, f"/ is a layer of {found.lastgroup}"
+    if root.kind in ("overlay", "fuse-overlayfs", "aufs") and (match := re.search(signs["layer"], root.detail)):
+        yield "container", match.lastgroup, f"/ is a layer of {match.lastgroup}"
 
     secrets = "/var/run/secrets/kubernetes.io"
     kubernetes = f"{secrets} exists" if host.is_dir(secrets) else ""
@@ -259,11 +259,11 @@ def variables(host: Host) -> facts.Variables:
         rf"(?<![\w$./{{-])({name})=|^\s*{words}\s+({name})\s|^({name})\s+(?:DEFAULT|OVERRIDE)=|\"({name})\":"
     )
     # The files that may set one. An unknown variable in their names becomes a character that no path contains.
-    known = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
+    environ = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
     *_, files = sections("variables").values()
 
     def value(variable: re.Match[str]) -> str:
-        return known.get(variable[1], "").rstrip("/") or "\0"
+        return environ.get(variable[1], "").rstrip("/") or "\0"
 
     places = (re.sub(r"\$(\w+)", value, pattern) for pattern in " ".join(files).split())
     paths = (path for place in places if place.startswith("/") for path in host.glob(place))
@@ -271,8 +271,8 @@ def variables(host: Host) -> facts.Variables:
     for path in dict.fromkeys(paths) if names else ():
         text = host.text(path, _FILE) or ""
         for number, line in enumerate(text.split("\n") if any(name in text for name in names) else (), 1):
-            for found in () if _NOT_SET.match(line) else setting.finditer(line):
-                origins.setdefault(next(filter(None, found.groups())), []).append(f"{path}:{number}")
+            for assignment in () if _NOT_SET.match(line) else setting.finditer(line):
+                origins.setdefault(next(filter(None, assignment.groups())), []).append(f"{path}:{number}")
 
     # CUDA's cache: its folder, or the nearest parent, in which CUDA would create it.
     problem = ""
@@ -289,7 +289,7 @@ def variables(host: Host) -> facts.Variables:
         elif not os.access(real := host.real(folder), os.W_OK | os.X_OK):
             read_only = os.statvfs(real).f_flag & os.ST_RDONLY
             problem = f"{folder}: {'read-only file system' if read_only else 'EACCES'}"
-    first = {name: tuple(found[:_MOST_ORIGINS]) for name, found in sorted(origins.items())}
+    first = {name: tuple(lines[:_MOST_ORIGINS]) for name, lines in sorted(origins.items())}
     return facts.Variables(values, first, problem)
 
 
@@ -377,16 +377,16 @@ def kernel(host: Host) -> facts.Kernel:
     # Drivers have firmware since 465. Without any firmware folder this is a container, which uses the host's.
     firmware: bool | Unknown = Unknown("the driver's version is not known")
     if version:
-        own = host.line("/sys/module/firmware_class/parameters/path")
-        folders = [folder for folder in (own, *_FIRMWARE) if folder and host.is_dir(f"{folder}/nvidia")]
-        found = any(host.is_dir(f"{folder}/nvidia/{version}") for folder in folders)
-        firmware = found if folders else Unknown("/lib/firmware/nvidia does not exist")
+        configured = host.line("/sys/module/firmware_class/parameters/path")
+        folders = [folder for folder in (configured, *_FIRMWARE) if folder and host.is_dir(f"{folder}/nvidia")]
+        has_firmware = any(host.is_dir(f"{folder}/nvidia/{version}") for folder in folders)
+        firmware = has_firmware if folders else Unknown("/lib/firmware/nvidia does not exist")
 
-    data, there = host.data(_SECURE_BOOT, 16), host.listdir("/sys/firmware")
+    data, entries = host.data(_SECURE_BOOT, 16), host.listdir("/sys/firmware")
     secure_boot: bool | Unknown = Unknown(f"{_SECURE_BOOT} is too short")
     if isinstance(data, Unknown):
         # A container sees an empty folder. A machine that did not boot with EFI has other things in it.
-        secure_boot = False if there and "efi" not in there else data
+        secure_boot = False if entries and "efi" not in entries else data
     elif len(data) > 4:
         secure_boot = data[4] == 1
 
@@ -402,7 +402,7 @@ def kernel(host: Host) -> facts.Kernel:
 
     # The driver's own list of cards. A broken driver may hang while it is read.
     addresses = (host.listdir(f"{_PROC}/gpus") or ())[:_MOST]
-    questions = [lambda at=each: host.text(f"{_PROC}/gpus/{at}/information", 1 << 14) or "" for each in addresses]
+    questions = [lambda at=address: host.text(f"{_PROC}/gpus/{at}/information", 1 << 14) or "" for address in addresses]
     gpus = []
     for address, text in zip(addresses, in_fork(questions, PATIENCE), strict=True):
         values = pairs(text or "", ":")
@@ -446,9 +446,9 @@ def _fabric_manager(host: Host) -> str:
         status = host.text("/var/lib/dpkg/status", 64 << 20) or ""
         for start in re.finditer(r"^Package: nvidia-fabricmanager(?:-\d+)?$", status, re.MULTILINE):
             stanza = status[start.start() : start.start() + _STANZA].partition("\n\n")[0]
-            found = re.search(r"^Version: (?:\d+:)?(\d+(?:\.\d+)+)", stanza, re.MULTILINE)
-            if found and re.search(r"^Status: .* installed$", stanza, re.MULTILINE):
-                return found[1]
+            stated = re.search(r"^Version: (?:\d+:)?(\d+(?:\.\d+)+)", stanza, re.MULTILINE)
+            if stated and re.search(r"^Status: .* installed$", stanza, re.MULTILINE):
+                return stated[1]
     data = host.data(program, 32 << 20) if program else b""
     versions = set(re.findall(rb"\b\d{3}\.\d{2,3}\.\d{2}\b", data or b""))
     return versions.pop().decode() if len(versions) == 1 else ""
@@ -505,8 +505,8 @@ def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The running daemons, and the processes in uninterruptible sleep that wait for an NVIDIA device."""
 
     def name_and_state(folder: str) -> tuple[str, str]:
-        found = _STAT.match(host.text(f"{folder}/stat", 512) or "")
-        return (found[1], found[2]) if found else ("", "")
+        fields = _STAT.match(host.text(f"{folder}/stat", 512) or "")
+        return (fields[1], fields[2]) if fields else ("", "")
 
     def waits_for_nvidia(folder: str) -> bool:
         """Whether its kernel stack shows that it waits in the driver, or, if that is hidden, it has a device open."""
@@ -522,7 +522,7 @@ def daemons_and_stuck(host: Host) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for number in numbers[:_MOST_PROCESSES]:
         folder = f"/proc/{number}"
         name, state = name_and_state(folder)
-        alike = [each for each in _DAEMONS if name == each[:_COMM]] if state not in ("Z", "X") else []
+        alike = [daemon for daemon in _DAEMONS if name == daemon[:_COMM]] if state not in ("Z", "X") else []
         if len(alike) > 1 and state != "D":  # reading the command line of a hanging process may hang as well
             program = (host.text(f"{folder}/cmdline", 4096) or "").partition("\0")[0].rpartition("/")[2]
             alike = [program] if program in alike else alike
@@ -548,16 +548,16 @@ def nodes(host: Host) -> facts.Nodes:
         present += tuple(host.paths(folder, start))[:_MOST]
     statuses = {path: host.stat(path) for path in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm", *present)}
     # Cards are opened last: initializing one takes a while.
-    there = sorted(filter(statuses.get, statuses), key=lambda path: bool(re.fullmatch(r"/dev/nvidia\d+", path)))
-    answers = in_fork([lambda path=path: host.open_error(path) for path in there], PATIENCE)  # type: ignore[misc]
-    errors = dict(zip(there, answers, strict=True))
+    existing = sorted(filter(statuses.get, statuses), key=lambda path: bool(re.fullmatch(r"/dev/nvidia\d+", path)))
+    answers = in_fork([lambda path=path: host.open_error(path) for path in existing], PATIENCE)  # type: ignore[misc]
+    errors = dict(zip(existing, answers, strict=True))
     groups, mounted = group_names(host), mounts(host)
-    found = []
+    listed = []
     for path, status in statuses.items():
         nodev = "nodev" in mount_of(mounted, path).options
         if isinstance(status, Unknown):
             kind = "link" if host.readlink(path) else ""
-            found.append(facts.Node(path, bool(kind), kind, mode=0, error="ENOENT", nodev=nodev))
+            listed.append(facts.Node(path, bool(kind), kind, mode=0, error="ENOENT", nodev=nodev))
             continue
         mode, device, error = status.st_mode, getattr(status, "st_rdev", 0), errors[path]
         if isinstance(error, Unknown):
@@ -576,7 +576,7 @@ def nodes(host: Host) -> facts.Nodes:
             error=error,
             nodev=nodev,
         )
-        found.append(node)
+        listed.append(node)
 
     characters = (host.text("/proc/devices", 1 << 16) or "").partition("Block devices")[0]
     majors = {name: int(number) for number, name in _MAJORS.findall(characters)}
@@ -588,7 +588,7 @@ def nodes(host: Host) -> facts.Nodes:
     lists = (host.text(f"/sys/fs/cgroup/devices{folder}/devices.list", 1 << 14) for folder in folders)
     rules = next((text for text in lists if isinstance(text, str)), "")
     allowed = tuple(line.strip() for line in rules.split("\n") if line.strip())
-    return facts.Nodes(tuple(found), majors, allowed)
+    return facts.Nodes(tuple(listed), majors, allowed)
 
 
 # -- accelerators of other vendors, each with the torch build it needs -------------------------------------------------
@@ -608,9 +608,9 @@ _DEVICES = (
 
 def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator, ...]:
     """Accelerators other than NVIDIA's, the usable ones first."""
-    found, cards = [], on_bus.pci or ()
+    listed, cards = [], on_bus.pci or ()
     if host.uname[0] == "Darwin" and host.uname[2] == "arm64":
-        found.append(facts.Accelerator("mps", "Apple GPU", usable=True, integrated=True))
+        listed.append(facts.Accelerator("mps", "Apple GPU", usable=True, integrated=True))
 
     # The GPUs of AMD's compute driver, then cards on the bus that it does not list.
     ready, driven = host.exists("/dev/kfd"), set()
@@ -623,11 +623,11 @@ def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator,
             address = f"{values.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
             driven.add(address)
             name = host.line(f"{_BUS}/{address}/product_name") or "AMD GPU"
-            found.append(facts.Accelerator("rocm", name, gfx, usable=ready, integrated=bool(_APU.fullmatch(gfx))))
+            listed.append(facts.Accelerator("rocm", name, gfx, usable=ready, integrated=bool(_APU.fullmatch(gfx))))
 
     ids = {card.address: f"{card.vendor:04x}:{card.device:04x}" for card in cards}
     unlisted = [card for card in cards if card.vendor == AMD and card.address not in driven]
-    found += [facts.Accelerator("rocm", "AMD GPU", ids[card.address]) for card in unlisted]
+    listed += [facts.Accelerator("rocm", "AMD GPU", ids[card.address]) for card in unlisted]
 
     # Intel's are usable only with both parts of the driver: the kernel's, and the Level Zero library.
     intel = [card for card in cards if card.vendor == _INTEL]
@@ -638,17 +638,18 @@ def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator,
         integrated = is_listed(card.device, "intel_processors")
         if integrated or is_listed(card.device, "intel_cards"):
             name = "Intel Core Ultra graphics" if integrated else "Intel GPU"
-            found.append(facts.Accelerator("xpu", name, ids[card.address], usable=usable, integrated=integrated))
+            listed.append(facts.Accelerator("xpu", name, ids[card.address], usable=usable, integrated=integrated))
 
     # Others by the nodes that their drivers create, or by the bus if their vendor makes nothing else.
     names = host.listdir("/dev") or ()
     for pattern, kind, name in _DEVICES:
-        if count := sum(bool(pattern.fullmatch(each)) for each in names):
-            found.append(facts.Accelerator(kind, name, f"{count} in /dev", usable=True))
+        if count := sum(bool(pattern.fullmatch(node)) for node in names):
+            listed.append(facts.Accelerator(kind, name, f"{count} in /dev", usable=True))
     for card in cards:
-        if card.vendor == _HABANA and not any(each.startswith("hl") for each in names):
-            found.append(facts.Accelerator("hpu", "Intel Gaudi", ids[card.address], usable=card.driver == "habanalabs"))
+        if card.vendor == _HABANA and not any(node.startswith("hl") for node in names):
+            usable = card.driver == "habanalabs"
+            listed.append(facts.Accelerator("hpu", "Intel Gaudi", ids[card.address], usable=usable))
         elif card.vendor == _GOOGLE:
-            usable = any(each.startswith("accel") for each in names)
-            found.append(facts.Accelerator("tpu", "Google TPU", ids[card.address], usable=usable))
-    return tuple(sorted(found, key=lambda each: (not each.usable, each.integrated)))
+            usable = any(node.startswith("accel") for node in names)
+            listed.append(facts.Accelerator("tpu", "Google TPU", ids[card.address], usable=usable))
+    return tuple(sorted(listed, key=lambda accelerator: (not accelerator.usable, accelerator.integrated)))

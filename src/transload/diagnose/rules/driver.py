@@ -23,7 +23,7 @@ def card(m: Case) -> Found:
     """A card that this container, VM or job does not have, that is switched off, lost, broken, or does not start."""
     notebook, prime, first, nvml = m.surroundings.notebook, m.platform.prime, m.torch.first, m.driver.nvml
     pci = m.hardware.pci
-    shown = [f"{each.address} {_VENDORS.get(each.vendor, f'{each.vendor:04x}')}" for each in pci or () if each.display]
+    shown = [f"{at.address} {_VENDORS.get(at.vendor, f'{at.vendor:04x}')}" for at in pci or () if at.display]
     bus = f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
     if isinstance(pci, Unknown):
         bus = f"the PCI bus could not be read: {pci.reason}"
@@ -50,15 +50,16 @@ def card(m: Case) -> Found:
     no_memory = m.logged(r"BAR\d is 0M")
     bare = [f"a memory region of {card.address} has no address assigned" for card in m.unseen_cards if 0 in card.bars]
     # RmInitAdapter failed, EIO, or a card that the module lists and NVML does not
-    said = m.logged(r"RmInitAdapter failed! \([^)]*\)|Cannot initialize GSP firmware RM")
+    failure = m.logged(r"RmInitAdapter failed! \([^)]*\)|Cannot initialize GSP firmware RM")
     eio = [f"opening {node.path} fails with EIO" for node in m.card_nodes if node.error == "EIO"]
     sound = all(node.kind == "char" and node.major == 195 and not node.error for node in m.card_nodes)
     silent = m.card_nodes and sound and nvml.init == 0 and nvml.count == 0
     if waits and (no_memory or bare):
         yield "H05", Match((*bare, no_memory, m.nvml_result_line))
-    elif waits and (said or eio or (silent and not all(gpu.excluded for gpu in m.kernel.gpus))):
-        known = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
-        yield "H04", Match((said, *eio, *known, m.nvml_result_line, m.driver_result_line), likely=not (said or eio))
+    elif waits and (failure or eio or (silent and not all(gpu.excluded for gpu in m.kernel.gpus))):
+        listed = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
+        evidence = (failure, *eio, *listed, m.nvml_result_line, m.driver_result_line)
+        yield "H04", Match(evidence, likely=not (failure or eio))
 
     # bad memory: a pending or failed remapping or retirement; an error if a program already failed because of it
     marked = [gpu for gpu in nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
@@ -99,8 +100,8 @@ def unsupported(m: Case) -> Found:
     kernel, lib = m.kernel, m.libcuda
     # the branch of the loaded module, else of the driver's libraries
     installed = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
-    found = re.match(r"[0-9]{3}(?![0-9])", kernel.version) or re.match(r"[0-9]{3}(?![0-9])", installed)
-    branch = int(found[0]) if found else 0
+    number = re.match(r"[0-9]{3}(?![0-9])", kernel.version) or re.match(r"[0-9]{3}(?![0-9])", installed)
+    branch = int(number[0]) if number else 0
     cards = []
     for gpu in m.unseen_cards:
         chip = chip_of(gpu.device)
@@ -108,17 +109,17 @@ def unsupported(m: Case) -> Found:
             which = f"{'judging by neighbouring ids ' if chip.inferred else ''}{chip.code}"
             words = f"{gpu.address} is 10de:{gpu.device:04x}, {which} of the {chip.generation} generation"
             cards.append((words, chip, tables.generation(chip.generation)))
-    for card, chip, known in cards:
-        if known.last_branch and branch > known.last_branch and (m.cuda_works or m.needs_driver):
-            said = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
-            last = f"the last driver branch for {chip.generation} is {known.last_branch}"
-            evidence = (card, f"{last}, but branch {branch} is installed", said)
-            (*_, kept, dropped), kepler = fixes.driver_for_cards(m), known.name == "Kepler"
+    for card, chip, generation in cards:
+        if generation.last_branch and branch > generation.last_branch and (m.cuda_works or m.needs_driver):
+            log_line = m.logged(r"installed in this system is supported through the NVIDIA \d+\.xx Legacy drivers")
+            last = f"the last driver branch for {chip.generation} is {generation.last_branch}"
+            evidence = (card, f"{last}, but branch {branch} is installed", log_line)
+            (*_, kept, dropped), kepler = fixes.driver_for_cards(m), generation.name == "Kepler"
             fix = m.steps("K06", kepler=kepler, newer=not kepler)
-            if known.name in dropped:
+            if generation.name in dropped:
                 fix = m.steps("K06 mixed", kept=" and ".join(kept))
             severity: Severity = "note" if m.cuda_works else "error"
-            yield "K06", Match(evidence, fix, severity, likely=chip.inferred and not said)
+            yield "K06", Match(evidence, fix, severity, likely=chip.inferred and not log_line)
             break
     if not m.needs_driver:
         return
@@ -128,33 +129,33 @@ def unsupported(m: Case) -> Found:
         ("K07", "open", "impossible", _NO_GSP),
         ("K08", "proprietary", "required", r"requires use of the NVIDIA open kernel modules"),
     ):
-        said = m.logged(message)
-        wrong = [(card, chip) for card, chip, known in cards if known.open_module == open_module]
-        if wrong and (kernel.flavour == flavour or said):
+        log_line = m.logged(message)
+        wrong = [(card, chip) for card, chip, generation in cards if generation.open_module == open_module]
+        if wrong and (kernel.flavour == flavour or log_line):
             card, chip = wrong[0]
             fix = fixes.install_driver(m, at_least=branch if open_module == "required" else 0)
-            yield code, Match((card, m.kernel_line, said), fix, likely=chip.inferred and not said)
+            yield code, Match((card, m.kernel_line, log_line), fix, likely=chip.inferred and not log_line)
 
     firsts = ((card, chip, tables.branches(chip.capability)[0]) for card, chip, _ in cards)
     older = next(((card, chip, first) for card, chip, first in firsts if 0 < branch < first), None)
-    said = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
+    log_line = m.logged(r"not supported by the NVIDIA [\d.]+ driver release")
     if older:
         card, chip, first = older
         since = f"its first driver branch is {first}, but branch {branch} is installed"
         yield "K09", Match((card, since), likely=chip.inferred)
-    elif said:
-        yield "K09", Match((*m.card_lines, said))
+    elif log_line:
+        yield "K09", Match((*m.card_lines, log_line))
 
     # the kernel log names the firmware's file; or its directory does not exist and the card is not initialized
-    said = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
+    log_line = m.logged(r"(?<!\S)\S{0,200}?gsp_\w{1,40}\.bin\)? failed with error -?\d+")
     gone = kernel.firmware is False and kernel.flavour == "open" and not m.surroundings.container
     loaded = any(card.firmware == kernel.version for card in kernel.gpus)
-    if (said or (gone and not loaded)) and kernel.loaded and not m.nvml_works:
+    if (log_line or (gone and not loaded)) and kernel.loaded and not m.nvml_works:
         missing = f"/lib/firmware/nvidia/{kernel.version} does not exist" if gone else ""
         apt = f"nvidia-firmware-{branch}-{kernel.version}"
         firmware = fixes.install_package(m, again=True, apt=apt, pacman="nvidia-utils", dnf="nvidia-kmod-common")
         fix = m.steps("K12 container" if m.surroundings.container else "K12", firmware=firmware)
-        yield "K12", Match((m.kernel_line, missing, said, m.nvml_result_line), fix, likely=not said)
+        yield "K12", Match((m.kernel_line, missing, log_line, m.nvml_result_line), fix, likely=not log_line)
 
 
 @rules("kernel", "K04", "K05", "K02", "K03", "K01")
@@ -174,14 +175,14 @@ def not_loaded(m: Case) -> Found:
 
     if m.kernel.loaded is not False or nouveau or "vfio-pci" in drivers or m.driver_misfit:
         return
-    there = f"nvidia.ko exists for the running kernel {running}"
-    said = m.logged(_REJECTED)
+    existing = f"nvidia.ko exists for the running kernel {running}"
+    log_line = m.logged(_REJECTED)
     others = built or () if running and not here else ()
-    rejected = bool(m.kernel.secure_boot and (here or said))
+    rejected = bool(m.kernel.secure_boot and (here or log_line))
     if others:  # reboot into the kernel that has the module, or build it for the running one
         which = f"the running kernel is {running}, but nvidia.ko exists for {', '.join(others[:3])}"
-        order = {each: [*map(int, re.findall(r"[0-9]{1,9}", each.partition("+")[0]))] for each in (running, *others)}
-        newer = [each for each in others if order[each] > order[running]]  # 6.12.4 is after 6.8.0-45-generic
+        order = {at: [*map(int, re.findall(r"[0-9]{1,9}", at.partition("+")[0]))] for at in (running, *others)}
+        newer = [release for release in others if order[release] > order[running]]  # 6.12.4 is after 6.8.0-45-generic
         system = fixes.family(m)
         build = "akmods --force" if system == "fedora" else "dkms autoinstall"
         fix = m.steps("K02", build=build, ubuntu=system == "ubuntu", kernel=others[0])
@@ -189,7 +190,10 @@ def not_loaded(m: Case) -> Found:
     if rejected:
         keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
         fix = m.steps("K03", key=keys.get(fixes.family(m), "/var/lib/dkms/mok.pub"))
-        yield "K03", Match(("Secure Boot is on", m.kernel_line, there if here else "", said), fix, likely=not said)
+        yield (
+            "K03",
+            Match(("Secure Boot is on", m.kernel_line, existing if here else "", log_line), fix, likely=not log_line),
+        )
     if others or rejected:
         return
     evidence = (*m.card_lines, m.kernel_line)
@@ -200,7 +204,7 @@ def not_loaded(m: Case) -> Found:
     else:
         unclear = isinstance(built, Unknown) and f"could not determine whether it is installed: {built.reason}"
         fix = m.steps("K01 installed", unclear=unclear, sure=not unclear)
-        yield "K01", Match((*evidence, unclear or there), fix)
+        yield "K01", Match((*evidence, unclear or existing), fix)
 
 
 @rules("kernel", "K10", "K11", "W01", likely=("K11", "W01"))
@@ -211,13 +215,11 @@ def not_working(m: Case) -> Found:
     # the open module with HMM, and KASLR not known to be off
     with_hmm = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
     if only_cuda and m.driver_result == 3 and with_hmm:
-        said = m.logged(r"request_free_mem_region\(\) err -?\d+")
+        log_line = m.logged(r"request_free_mem_region\(\) err -?\d+")
         parameter = "/sys/module/nvidia_uvm/parameters/uvm_disable_hmm is N"
         fix = fixes.modprobe_option(m, "options nvidia_uvm uvm_disable_hmm=1", "nvidia-uvm.conf")
-        yield (
-            "K10",
-            Match((m.driver_result_line, m.nvml_result_line, m.kernel_line, parameter, said), fix, likely=not said),
-        )
+        evidence: Lines = (m.driver_result_line, m.nvml_result_line, m.kernel_line, parameter, log_line)
+        yield "K10", Match(evidence, fix, likely=not log_line)
 
     node = m.nodes.at(UVM)
     sound = node.exists and not node.error and node.major == m.nodes.majors.get("nvidia-uvm")
@@ -270,8 +272,8 @@ def _search(m: Case, folder: str, file: str) -> Lines:
 @rules("libraries", "U11", "U09", "U08")
 def under_wsl(m: Case) -> Found:
     """Why a process under WSL cannot use the Windows driver, of which it sees only libraries. The card is unknown."""
-    lib, found, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
-    own = next((each for each in found if each.kind == "wsl"), None)
+    lib, libraries, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
+    of_windows = next((library for library in libraries if library.kind == "wsl"), None)
     if wsl == 1 and not m.cuda_works:
         yield "U11", Match((f"the kernel is {m.platform.kernel}, which is WSL 1",), severity="note")
     if wsl != 2 or not m.driver_fails:
@@ -284,13 +286,13 @@ def under_wsl(m: Case) -> Found:
         command = purge.get(m.platform.package_manager, f"rm {quote(lib.path)}")
         remove = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
-        windows = f"the Windows driver's own is {own.path}" if own else ""
+        windows = f"the Windows driver's own is {of_windows.path}" if of_windows else ""
         fix = fixes.drop_library(m, lib.path, lib.via) or remove
         yield "U09", Match((used, windows, m.driver_result_line, m.works_without_line), fix)
     elif m.driver_broken and not m.surroundings.container:
-        if m.no_libcuda and own:
-            there = f"{own.path} exists, but the loader does not search {dirname(own.path)}"
-            yield "U08", Match((there,), _search(m, dirname(own.path), "ld.wsl.conf"))
+        if m.no_libcuda and of_windows:
+            unsearched = f"{of_windows.path} exists, but the loader does not search {dirname(of_windows.path)}"
+            yield "U08", Match((unsearched,), _search(m, dirname(of_windows.path), "ld.wsl.conf"))
         elif m.no_libcuda:  # an error only if the installed torch needs a GPU
             needed = m.torch.first is not None and not m.torch.first.cpu_only
             evidence = ("there is no libcuda.so.1 in /usr/lib/wsl/lib",)
@@ -308,8 +310,8 @@ def wrong_library(m: Case) -> Found:
     lib, kernel, answer = m.libcuda, m.kernel.version, m.driver.cuda.answer
     kind, line = lib.kind if lib else "", _library_line(lib)
     # evidence that dropping this library leaves a good one
-    others = (each for each in m.driver.libraries.cuda or () if each != lib and each.kind in ("driver", "wsl"))
-    better = next((f"the driver's own is {each.path}" for each in others if lib and not each.problem), "")
+    others = (own for own in m.driver.libraries.cuda or () if own != lib and own.kind in ("driver", "wsl"))
+    better = next((f"the driver's own is {library.path}" for library in others if lib and not library.problem), "")
     both = lib and lib.version and kernel
     versions = f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and both else ""
     drop = _drop_library(m, lib) if lib else ("Remove every stubs directory from LD_LIBRARY_PATH.",)
@@ -341,16 +343,14 @@ def wrong_library(m: Case) -> Found:
         names = [*(gpu.name for gpu in m.driver.nvml.gpus), *(gpu.model for gpu in m.kernel.gpus)]
         plain = next((f"{name} is not a data-center card" for name in names if name and not is_data_centre(name)), "")
         if kind == "compat":
-            yield (
-                "U03",
-                Match((line, versions, m.driver_result_line, plain, m.works_without_line), m.steps("U03", drop=drop)),
-            )
+            evidence = (line, versions, m.driver_result_line, plain, m.works_without_line)
+            yield "U03", Match(evidence, m.steps("U03", drop=drop))
         else:
             fix = m.steps("U03", drop=fixes.reboot(m))
             yield "U03", Match((m.driver_result_line, line, plain, m.works_without_line), fix, likely=True)
     elif answer.state in ("not-loadable", "no-symbol"):
         problem = f"{lib.path}: {lib.problem}" if lib and lib.problem else ""
-        own = m.kernel.loaded is True or m.surroundings.container
+        has_driver = m.kernel.loaded is True or m.surroundings.container
         if lib and kind == "driver" and lib.version and not lib.problem and not lib.via.startswith("LD_"):
             # the driver's own, and complete: something else is missing
             policy = "or a security policy (SELinux, AppArmor) forbids running code from it."
@@ -359,7 +359,7 @@ def wrong_library(m: Case) -> Found:
         elif lib and better:
             fix = drop
         else:
-            fix = _packages(m, again=True) if lib and own else fixes.install_driver(m)
+            fix = _packages(m, again=True) if lib and has_driver else fixes.install_driver(m)
             fix = (*drop, *fix) if lib else fix
         yield "U13", Match((line, problem, m.driver_result_line, m.works_without_line, better), fix)
     elif lib and freed and lib.via == "LD_LIBRARY_PATH" and not (stub or compat):
@@ -387,12 +387,10 @@ def not_found(m: Case) -> Found:
         return
     on_disk = (lib for lib in m.driver.libraries.cuda or () if lib.via == "disk" and lib.kind == "driver")
     if lib := next((lib for lib in on_disk if not lib.problem), None):
-        there = f"{lib.path} exists, but the loader does not search {dirname(lib.path)}"
+        unsearched = f"{lib.path} exists, but the loader does not search {dirname(lib.path)}"
         # a torch of NixOS or conda may have that directory in its own RUNPATH
-        yield (
-            "U05",
-            Match((there, m.driver_result_line), _search(m, dirname(lib.path), "nvidia.conf"), likely=m.torch_not_run),
-        )
+        fix = _search(m, dirname(lib.path), "nvidia.conf")
+        yield "U05", Match((unsearched, m.driver_result_line), fix, likely=m.torch_not_run)
     elif m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
         title = "" if m.driver.libraries.nvml else "= the driver's libraries are not installed"
         loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
@@ -425,20 +423,14 @@ def not_ready(m: Case) -> Found:
     gvisor = sandbox == "gvisor"
     without_driver = sandbox and (gvisor or not m.kernel.loaded)
     if without_driver and m.driver_broken and not m.no_gpu and m.driver_result in (100, 304, 999):
-        yield (
-            "C11",
-            Match((f"the kernel is {sandbox}'s", m.driver_result_line), m.steps("C11 gvisor" if gvisor else "C11")),
-        )
+        fix = m.steps("C11 gvisor" if gvisor else "C11")
+        yield "C11", Match((f"the kernel is {sandbox}'s", m.driver_result_line), fix)
 
     if not m.driver_broken or m.driver_result != 802 or m.surroundings.wsl:
         return
     if m.driver.nvml.confidential == "not-ready":
-        yield (
-            "S03",
-            Match(
-                (m.driver_result_line, "NVML reports that confidential computing is enabled and the GPUs are not ready")
-            ),
-        )
+        state = "NVML reports that confidential computing is enabled and the GPUs are not ready"
+        yield "S03", Match((m.driver_result_line, state))
         return
     manager, version = m.kernel.fabric_manager, m.kernel.version
     branch = numbers_of(version)[:1]
@@ -499,7 +491,7 @@ def divided_card(m: Case) -> Found:
         evidence = ("MIG is enabled on every card, but NVML sees no MIG device", m.driver_result_line)
         yield "M01", Match(evidence, likely=bool(m.surroundings.container))
 
-    names = [each.strip() for each in (m.env(CVD) or "").split(",") if each.strip().startswith("MIG-")]
+    names = [name.strip() for name in (m.env(CVD) or "").split(",") if name.strip().startswith("MIG-")]
     count = m.driver.cuda.count
     if m.cuda_works and len(names) > 1 and 0 < count < len(names):  # a warning, since one works
         evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_result_line)

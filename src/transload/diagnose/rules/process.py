@@ -246,7 +246,7 @@ def faulty_node(m: Case) -> Found:
         what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
         if container == "lxc":
             majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
-            fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {each}:* rwm" for each in majors))
+            fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors))
         else:
             fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
         title = f"= {node.path} points to the wrong device"
@@ -266,7 +266,7 @@ def faulty_node(m: Case) -> Found:
         how, folder = "D03 volume" if container else "D03 nodev", node.path.rpartition("/")[0]
         yield "D03", Match((line, mounted, *answers), m.steps(how, path=node.path, folder=folder))
     elif node.error == "EACCES":
-        odd = "its mode would allow it: something else forbids it (AppArmor, a user namespace)" if allows else ""
+        other = "its mode would allow it: something else forbids it (AppArmor, a user namespace)" if allows else ""
         mode = m.kernel.parameters.get("DeviceFileMode", "")
         odd_mode = re.fullmatch(r"[0-9]{1,6}", mode) and int(mode) != 0o666
         asked = f"the module has DeviceFileMode={int(mode):04o}" if odd_mode else ""
@@ -281,7 +281,7 @@ def faulty_node(m: Case) -> Found:
         else:
             option = "options nvidia NVreg_DeviceFileMode=0666"
             fix = m.steps("D03", paths=_OURS, option=fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
-        yield "D03", Match((line, odd, asked, *answers), fix, likely=allows)
+        yield "D03", Match((line, other, asked, *answers), fix, likely=allows)
 
     if not node.exists:  # and nothing creates it
         unloaded = uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
@@ -342,16 +342,16 @@ def visible_devices(value: str, gpus: Sequence[str], mig: Sequence[str] = ()) ->
     taken: list[int] = []  # positions among the GPUs and, after them, the MIG devices
     why, rest, known = "", [""], True
     for place, token in enumerate(tokens):
-        found = _by_uuid(token, uuids) if by_uuid else _by_number(token, len(gpus))
-        if isinstance(found, str):
-            why, rest = found, tokens[place:]
+        device = _by_uuid(token, uuids) if by_uuid else _by_number(token, len(gpus))
+        if isinstance(device, str):
+            why, rest = device, tokens[place:]
             # Drivers before 470 named a MIG device ``MIG-GPU-…/1/0``, with numbers that NVML does not list.
             unknown = _hex(token[4:]) and not all(uuids)
             known = why != "no-such-uuid" or not (token.startswith("MIG-GPU-") or unknown)
             break
-        if found in taken:
+        if device in taken:
             return Visible(why="twice", token=token, dropped=tuple(tokens), error=INVALID_DEVICE)
-        taken.append(found)
+        taken.append(device)
     indices = tuple(index for index in taken if index < len(gpus))
     slices = tuple(index - len(gpus) for index in taken if index >= len(gpus))
     error = 0 if taken or not known else NO_DEVICE
@@ -375,8 +375,8 @@ def _by_uuid(token: str, uuids: Sequence[str]) -> int | str:
     if not token.startswith(("GPU-", "MIG-")):
         return "mixed"
     wanted = _hex(token[4:])
-    found = [index for index, uuid in enumerate(uuids) if wanted and uuid.startswith(wanted)]
-    return found[0] if len(found) == 1 else "ambiguous" if found else "no-such-uuid"
+    matching = [index for index, uuid in enumerate(uuids) if wanted and uuid.startswith(wanted)]
+    return matching[0] if len(matching) == 1 else "ambiguous" if matching else "no-such-uuid"
 
 
 def _hex(text: str) -> str:
@@ -424,11 +424,11 @@ def hidden_gpus(m: Case) -> Found:
         hides = "an empty value hides every GPU"
         why = hides if value == "" else why.format(token=repr(seen.token), last=len(gpus) - 1)
         answer = m.driver_result_line if seen.error and m.driver.cuda.answer.state != "unasked" else ""
-        found = ""
+        without = ""
         if tried := next((tried.cuda for tried in m.driver.experiments if tried.change == (CVD,)), None):
             finds = f"finds {plural(tried.count, 'GPU')}" if tried.works else "does not work either"
-            found = f"without {CVD} the driver {finds}"
-        evidence = (f"{CVD} is {value!r}", why, answer, found)
+            without = f"without {CVD} the driver {finds}"
+        evidence = (f"{CVD} is {value!r}", why, answer, without)
         if seen.error:
             yield code, Match(evidence, correct)
         elif seen.why != "negative":  # -1 at the end of a list is a known way to end it

@@ -161,7 +161,7 @@ def cpu_build(m: Case) -> Found:
         yield "T01", Match((built,), m.steps("T01 withheld"), "note")
         return
     platforms: tuple[tables.Platform, ...] = ("linux-x86_64", "linux-aarch64")
-    builds = [build for each in releases() for platform in platforms for build in index_builds(each, platform)]
+    builds = [build for release in releases() for platform in platforms for build in index_builds(release, platform)]
     supported = any(build.supports_card(card.capability) for card in m.cards for build in builds)
     if m.cards and not tegra and not supported:  # no torch has code for them: one without CUDA is the right one
         yield "T01", Match(tuple(map(str, m.cards)), m.steps("T01 unsupported"), "note")
@@ -217,7 +217,7 @@ def other_build(m: Case) -> Found:
     if (amd or intel) and first.known and not (first.hip or m.has_nvidia or torch.shadow):
         gpu = (amd or intel)[0]
         sure = amd and _ROCM_CARDS.fullmatch(gpu.detail) and not gpu.integrated and m.platform.system == "Linux"
-        names = [build.build for each in releases() for build in index_builds(each)]
+        names = [build.build for release in releases() for build in index_builds(release)]
         builds = [name for name in names if name.startswith(gpu.kind)]
         install = fixes.install(m, "torch", index=f"{tables.INDEX}/{builds[-1]}") if builds else ()
         name = " ".join(filter(None, (gpu.name, gpu.detail)))
@@ -290,8 +290,8 @@ def not_loadable(m: Case) -> Found:
 
     symbol = _SYMBOL.search(error)
     library = (symbol["library"] or "") if symbol else ""
-    found = ((each, _SYMBOL_OF.search(each)) for each in libraries.unresolved)
-    unresolved = [each for each, words in found if words and CUDA_LIBRARY.fullmatch(words["library"])]
+    origins = ((symbol, _SYMBOL_OF.search(symbol)) for symbol in libraries.unresolved)
+    unresolved = [symbol for symbol, words in origins if words and CUDA_LIBRARY.fullmatch(words["library"])]
     if CUDA_LIBRARY.fullmatch(library) or (unresolved and (symbol or not_run)):
         words = " ".join(unresolved)
         lacking = [lib for lib in libraries.needed if lib.name == library or f" of {lib.name}," in words]
@@ -338,8 +338,8 @@ def mixed_libraries(m: Case) -> Found:
     elif incompatible or (complaint and lib.shadowed):
         yield "L02", Match((torch_says(complaint), *lines), _drop(m, lib))
     elif lib.shadowed:  # a note if it works
-        found, wanted = numbers_of(lib.version)[:2], numbers_of(m.python.packages.get(lib.package, ""))[:2]
-        too_old = m.torch_not_run and len(found) == 2 and found < wanted
+        version, wanted = numbers_of(lib.version)[:2], numbers_of(m.python.packages.get(lib.package, ""))[:2]
+        too_old = m.torch_not_run and len(version) == 2 and version < wanted
         yield "L02", Match(lines, _drop(m, lib), severity="error" if too_old else "note", likely=too_old)
 
     conda = m.python.environment in fixes.CONDAS and prefix
@@ -351,8 +351,8 @@ def mixed_libraries(m: Case) -> Found:
         evidence = (torch_says(m.import_error), *map(_line, from_conda[:4]), pip)
         yield "L07", Match(evidence, severity="error" if broken else "note", likely=broken)
 
-    if shared := [each for each in libraries.overlaps if ".so" in each or ".dll" in each]:
-        named = (part.split() for each in shared for part in each.partition(": ")[2].split(","))
+    if shared := [overlap for overlap in libraries.overlaps if ".so" in overlap or ".dll" in overlap]:
+        named = (part.split() for overlap in shared for part in overlap.partition(": ")[2].split(","))
         owners = sorted({words[0] for words in named if words})
         error = step.error if step else m.import_error if symbol else ""
         fix = (*fixes.uninstall(m, *owners), *m.reinstall)
@@ -397,23 +397,23 @@ def other_libraries(m: Case) -> Found:
         evidence: Lines = (where, "without it the driver works" if proof else "", error)
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
 
-    found = _STDCPP.search(m.import_error)
-    lacking = [each for each in m.torch_libraries.unresolved if each.startswith(("GLIBCXX_", "CXXABI_"))]
-    if found or (lacking and m.torch_not_run):
+    stdcpp = _STDCPP.search(m.import_error)
+    lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith(("GLIBCXX_", "CXXABI_"))]
+    if stdcpp or (lacking and m.torch_not_run):
         fix = m.steps("L12")
         if m.python.environment in fixes.CONDAS:
             fix = fixes.conda(m, "libstdcxx-ng")
-        place = dirname(found["library"]) if found else ""
+        place = dirname(stdcpp["library"]) if stdcpp else ""
         if place and place in path:
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", place)
-        yield "L12", Match((error, *(f"not defined: {each}" for each in lacking[:3])), fix)
+        yield "L12", Match((error, *(f"not defined: {symbol}" for symbol in lacking[:3])), fix)
 
     if "undefined symbol: iJIT_" in m.import_error:
         of_conda = m.python.environment in fixes.CONDAS
         yield "L13", Match((error,), fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1"))
 
-    if found := _DLL.search(m.import_error):
-        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in found["dll"]
+    if stdcpp := _DLL.search(m.import_error):
+        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in stdcpp["dll"]
         yield "L10", Match((error,), m.steps("L10 fbgemm" if fbgemm else "L10"))
 
     if m.platform.system == "Windows" and first and m.failed() and not m.torch_computes:
@@ -423,10 +423,10 @@ def other_libraries(m: Case) -> Found:
             yield "L11", Match(tuple(f"loaded: {file}" for file in outside[:4]))
 
     if reasons := tuple(reason for reason in m.driver.libraries.cwd_searched if "LD_LIBRARY_PATH" in reason):
-        named = {each.rstrip("/") for each in path}
+        named = {element.rstrip("/") for element in path}
         taken = [lib for lib in m.torch_libraries.needed if lib.via == "LD_LIBRARY_PATH"]
         from_here = [lib for lib in taken if dirname(lib.path) not in named]
-        clean = ":".join(each for each in path if each.startswith(("/", "$")))
+        clean = ":".join(element for element in path if element.startswith(("/", "$")))
         fix = fixes.set_variable(m, "LD_LIBRARY_PATH", clean) if clean else fixes.unset(m, "LD_LIBRARY_PATH")
         broken = bool(from_here) and not m.torch_imported
         evidence = (*reasons, *map(_line, from_here[:3]))
@@ -442,8 +442,8 @@ _NO_CODE = rf"{_NO_KERNEL}|not compatible with the current PyTorch|which is of (
 
 def _numbers(code: str) -> tuple[int, int]:
     """The capability that an architecture is named after, for comparing."""
-    found = re.search(r"[0-9]{1,4}", code.partition("_")[2])
-    number = int(found[0]) if found else 0
+    digits = re.search(r"[0-9]{1,4}", code.partition("_")[2])
+    number = int(digits[0]) if digits else 0
     return number // 10, number % 10
 
 
@@ -464,8 +464,8 @@ def driver_and_cards(m: Case) -> Found:
         build = tables.build_of(m.torch_version, fixes.wheel_platform(m), local)
         codes = build.archs if build else ()
     # the cards that it has no code for; but torch has code for its first card if it computes
-    known = wheel and codes and not m.torch.shadow
-    bad = [card for card in m.cards if known and not tables.covers(codes, card.capability, wheel)]
+    comparable = wheel and codes and not m.torch.shadow
+    bad = [card for card in m.cards if comparable and not tables.covers(codes, card.capability, wheel)]
     bad = [] if bad and m.torch_run.cuda_works and m.cards[0] in bad else bad
 
     if too_old and wheel and tables.driver_runs(int(too_old[1]), wheel) and not m.torch_computes:  # it is new enough
@@ -557,18 +557,18 @@ def other_packages(m: Case) -> Found:
         return
 
     # the pinned release differs, or the package is a CPU build and torch is not
-    companions = [each for each in m.extensions if each.package in _RELEASED_WITH_TORCH]
+    companions = [extension for extension in m.extensions if extension.package in _RELEASED_WITH_TORCH]
     lines = []
-    for each in companions:
-        pin = _PIN.search(each.wants_torch)
+    for extension in companions:
+        pin = _PIN.search(extension.wants_torch)
         wanted, installed = numbers_of(pin["version"]) if pin else (), numbers_of(release)
         # only major and minor numbers of development versions count
         unstable = pin and (_UNSTABLE.search(pin["version"]) or _UNSTABLE.search(release))
         length = 2 if unstable else min(len(wanted), len(installed))
         if pin and wanted[:length] != installed[:length]:
-            lines.append(f"{_named(each)} needs torch {pin['version']}, but {release} is installed")
-        elif each.local == "cpu" and m.torch_cuda and each.package == "torchvision":
-            lines.append(f"{_named(each)} is a build without CUDA, but torch has CUDA {m.torch_cuda}")
+            lines.append(f"{_named(extension)} needs torch {pin['version']}, but {release} is installed")
+        elif extension.local == "cpu" and m.torch_cuda and extension.package == "torchvision":
+            lines.append(f"{_named(extension)} is a build without CUDA, but torch has CUDA {m.torch_cuda}")
 
     def with_torch(packages: set[str]) -> Lines:
         """Reinstall companions of torch, from the index of torch's own build."""
@@ -580,27 +580,29 @@ def other_packages(m: Case) -> Found:
         """Compile the packages that have sources, which needs the toolkit that torch was built with."""
         names = [name for name in packages if name in tables.table("packages")["with_sources"].split()]
         here = m.toolkit.version
-        found = f", but {m.toolkit.nvcc} is from {here}" if here else ", but no nvcc was found"
-        needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{found})" if m.torch_cuda else ""
+        toolkit = f", but {m.toolkit.nvcc} is from {here}" if here else ", but no nvcc was found"
+        needs = f" (that needs the toolkit of CUDA {m.torch_cuda}{toolkit})" if m.torch_cuda else ""
         words = f"Or compile {', '.join(names)}{purpose}{'' if here and here.startswith(m.torch_cuda) else needs}:"
         commands = (*fixes.install(m, *_COMPILE_WITH), *fixes.install(m, *_COMPILE, *names, force=True))
         return (words, *first, *dict.fromkeys(commands)) if names else ()
 
     if lines:
-        yield "P05", Match(tuple(lines), with_torch({each.package for each in companions}), severity="warning")
+        fix = with_torch({companion.package for companion in companions})
+        yield "P05", Match(tuple(lines), fix, severity="warning")
 
     # symbols of torch, or libraries, that a package needs do not exist
-    libraries = ((each, _BITSANDBYTES.search(each.library)) for each in m.extensions)
+    libraries = ((extension, _BITSANDBYTES.search(extension.library)) for extension in m.extensions)
     # bitsandbytes has a library for each CUDA version, and loads one of torch's major version
     ours = m.torch_cuda.partition(".")[0] or "no CUDA"
-    examined = [each for each, of in libraries if not of or of["cuda"].startswith(ours)]
+    examined = [extension for extension, of in libraries if not of or of["cuda"].startswith(ours)]
     lines, packages = [], set()
-    for each in examined:
-        name, missing = each.library or _named(each), [lib for lib in each.missing if not lib.startswith(_OF_DRIVER)]
-        what = [f"{name} needs {symbol}, which torch does not define" for symbol in each.undefined[:2]]
+    for extension in examined:
+        name = extension.library or _named(extension)
+        missing = [lib for lib in extension.missing if not lib.startswith(_OF_DRIVER)]
+        what = [f"{name} needs {symbol}, which torch does not define" for symbol in extension.undefined[:2]]
         what += [f"{name} needs {lib}, which is not found anywhere" for lib in missing[:2]]
         lines += what
-        packages |= {each.package} if what else set()
+        packages |= {extension.package} if what else set()
     if packages:
         fix = with_torch(packages & {*_RELEASED_WITH_TORCH}) if packages & {*_RELEASED_WITH_TORCH} else ()
         if "bitsandbytes" in packages:
@@ -612,11 +614,11 @@ def other_packages(m: Case) -> Found:
 
     # none of a package's architectures runs on any card of this process
     cards = [card for card in m.cards if card.sure]
-    with_code = ((each, each.architectures) for each in examined if each.architectures)
-    poor = [each for each, codes in with_code if not any(tables.covers(codes, card.capability, cuda) for card in cards)]
+    with_code = ((extension, extension.architectures) for extension in examined if extension.architectures)
+    poor = [at for at, codes in with_code if not any(tables.covers(codes, card.capability, cuda) for card in cards)]
     if cards and cuda and poor:
-        has = (f"{_named(each)} has code for {' '.join(each.architectures)}" for each in poor)
-        names = sorted({each.package for each in poor})
+        has = (f"{_named(extension)} has code for {' '.join(extension.architectures)}" for extension in poor)
+        names = sorted({extension.package for extension in poor})
         levels = ";".join(sorted({"{}.{}".format(*card.capability) for card in m.cards}))
         only = fixes.set_variable(m, "TORCH_CUDA_ARCH_LIST", levels)
         newest = fixes.install(m, *_NEWEST, *names, force=True)
@@ -650,8 +652,8 @@ def not_allowed_to_work(m: Case) -> Found:
     step, work = m.failed("init", *_WORK), m.failed(*_WORK)
     error = step.error if step else ""
 
-    if found := [gpu for gpu in gpus if gpu.licence == "unlicensed"]:
-        lines = (f"{gpu.name} is a virtual GPU without a licence" for gpu in found)
+    if unlicensed := [gpu for gpu in gpus if gpu.licence == "unlicensed"]:
+        lines = (f"{gpu.name} is a virtual GPU without a licence" for gpu in unlicensed)
         complaint = m.complaint(rf"{_BUSY}|Grid license")
         yield "S06", Match((*lines, torch_says(complaint)), severity="error" if complaint else "warning")
 
@@ -668,14 +670,14 @@ def not_allowed_to_work(m: Case) -> Found:
         yield "S05", Match((torch_says(complaint), *mode, *users), m.steps("S05", taken=taken), likely=likely)
 
     if "out of memory" in error.lower():  # for a small tensor; only likely if some memory seems to be free
-        known, limit = [gpu for gpu in gpus if gpu.free >= 0], m.platform.address_space
-        if limit and known and min(gpu.free for gpu in known) > _ENOUGH:
+        measured, limit = [gpu for gpu in gpus if gpu.free >= 0], m.platform.address_space
+        if limit and measured and min(gpu.free for gpu in measured) > _ENOUGH:
             evidence: Lines = (f"ulimit -v is {limit >> 30} GB", torch_says(error))
             yield "X06", Match(evidence, m.steps("X06 limit"))
         else:
-            free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in known)
+            free = (f"{gpu.name} has {gpu.free >> 20} MB free of {gpu.memory >> 20}" for gpu in measured)
             holders = [f"{process} is using {gpu.name}" for gpu in gpus for process in gpu.processes]
-            full = any(gpu.free < _ENOUGH for gpu in known)
+            full = any(gpu.free < _ENOUGH for gpu in measured)
             yield "X06", Match((torch_says(error), *free, *holders[:6]), likely=not full)
 
     if step and re.search(_STICKY, error):
@@ -761,8 +763,8 @@ def symptoms(m: Case) -> Found:
             f"the CUDA driver was not asked: {not_asked}" if driver else "",
             f"torch was not run: {not_run}" if torch else "",
         )
-        said = " ".join(evidence).lower()
-        how = "X13 limit" if re.search("temporarily unavailable|allocate memory|start new thread", said) else "X13"
-        how = "X13 forbidden" if re.search("permission denied|not permitted", said) else how
+        reasons = " ".join(evidence).lower()
+        how = "X13 limit" if re.search("temporarily unavailable|allocate memory|start new thread", reasons) else "X13"
+        how = "X13 forbidden" if re.search("permission denied|not permitted", reasons) else how
         title = "" if driver else "= torch could not be run, so whether it works is unknown"
         yield "X13", Match(evidence, (title, *m.steps(how)), "error" if driver else "warning")

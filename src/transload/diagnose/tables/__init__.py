@@ -43,7 +43,7 @@ def table(name: str) -> dict[str, Any]:
 def sections(name: str) -> dict[str, tuple[str, ...]]:
     """The lines of each section of a Markdown file, by each name in its heading."""
     parts = (part.partition("\n") for part in packaged(__package__, f"{name}.md").split("\n## ")[1:])
-    return {each: tuple(filter(None, lines.split("\n"))) for names, _, lines in parts for each in names.split(", ")}
+    return {name: tuple(filter(None, lines.split("\n"))) for names, _, lines in parts for name in names.split(", ")}
 
 
 def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
@@ -59,8 +59,8 @@ def numbers_of(text: str) -> Version:
     >>> numbers_of("580.65.06"), numbers_of("2.13.0+cu130"), numbers_of("N/A")
     ((580, 65, 6), (2, 13, 0), ())
     """
-    found = _VERSION.match(text)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    version = _VERSION.match(text)
+    return tuple(map(int, version[0].split("."))) if version else ()
 
 
 # -- the page of each cause, which has its title; ``doctor --explain`` prints it, ``explain`` quotes it
@@ -159,11 +159,11 @@ def _ids(runs: str) -> Iterator[int]:
 @cache
 def chips() -> dict[int, Chip]:
     """The chip of every device id in the table, ascending."""
-    found: dict[int, Chip] = {}
+    by_device: dict[int, Chip] = {}
     for code, row in table("chips")["chips"].items():
         for device in _ids(row["ids"]):
-            found[device] = Chip(code, row["generation"], numbers_of(row["capability"]))
-    return dict(sorted(found.items()))
+            by_device[device] = Chip(code, row["generation"], numbers_of(row["capability"]))
+    return dict(sorted(by_device.items()))
 
 
 def chip_of(device_id: int) -> Chip | None:
@@ -174,14 +174,14 @@ def chip_of(device_id: int) -> Chip | None:
     >>> chip_of(0x2209).inferred, chip_of(0x22A0)
     (True, None)
     """
-    known = chips()
-    if device_id in known:
-        return known[device_id]
-    order = list(known)
+    by_device = chips()
+    if device_id in by_device:
+        return by_device[device_id]
+    order = list(by_device)
     at = bisect(order, device_id)
     if not 0 < at < len(order) or order[at] - order[at - 1] > _BLOCK:
         return None
-    below, above = known[order[at - 1]], known[order[at]]
+    below, above = by_device[order[at - 1]], by_device[order[at]]
     if below.generation != above.generation:
         return None
     code = below.code if below.code == above.code else f"{below.code} or {above.code}"
@@ -253,9 +253,9 @@ def branch_of(driver: str) -> int:
     >>> branch_of("580.65.06"), branch_of("581.29"), branch_of("550.54.14")
     (580, 580, 550)
     """
-    known = tuple(_branches())
-    at = bisect(known, (numbers_of(driver) or (0,))[0])
-    return known[at - 1] if at else 0
+    listed = tuple(_branches())
+    at = bisect(listed, (numbers_of(driver) or (0,))[0])
+    return listed[at - 1] if at else 0
 
 
 def driver_runs(driver_cuda: int, built_with: Version) -> bool:
@@ -317,14 +317,14 @@ def runs_on(code: str, capability: Capability, build_cuda: Version = ()) -> bool
     if parts is None:
         return False
     # Thor was 10.1 until CUDA 13 renamed it
-    made, card = ((11, 0) if each == (10, 1) else each for each in ((int(parts[2]), int(parts[3])), capability))
-    same_family = made[0] == card[0] and made[1] <= card[1]
+    built, card = ((11, 0) if level == (10, 1) else level for level in ((int(parts[2]), int(parts[3])), capability))
+    same_family = built[0] == card[0] and built[1] <= card[1]
     if parts[4] == "a":
-        return made == card
+        return built == card
     if parts[1] == "compute" and not parts[4]:
-        return made <= card
-    if parts[1] == "sm" and (card in TEGRA or made in TEGRA) and made != card:
-        shares = card in _TEGRA_WITH_DESKTOP_CODE and made not in TEGRA
+        return built <= card
+    if parts[1] == "sm" and (card in TEGRA or built in TEGRA) and built != card:
+        shares = card in _TEGRA_WITH_DESKTOP_CODE and built not in TEGRA
         return shares and same_family and build_cuda >= _DESKTOP_CODE_FOR_TEGRA_SINCE
     return same_family
 
@@ -420,7 +420,7 @@ def build_of(torch_version: str, platform: str, build: str = "") -> Build | None
     ('sm_50', 'cpu')
     """
     builds = index_builds(torch_version, platform)
-    return next((found for found in builds if (found.build == build if build else found.on_pypi)), None)
+    return next((candidate for candidate in builds if (candidate.build == build if build else candidate.on_pypi)), None)
 
 
 # -- the wheel that fits the driver, the cards, the platform and the Python of a machine
@@ -474,7 +474,7 @@ def choose_wheel(
     """
     cards = tuple(sorted(set(capabilities)))
     driver = driver if numbers_of(driver) else ""
-    known = bool(driver or driver_cuda)
+    has_driver = bool(driver or driver_cuda)
     supports = cuda_text(driver_cuda) if driver_cuda else _branches().get(branch_of(driver), "")
     # without its version, the first branch that supports that CUDA version or a newer one
     newer = (branch for branch, cuda in _branches().items() if numbers_of(cuda) >= numbers_of(supports or "9999"))
@@ -491,8 +491,8 @@ def choose_wheel(
 
     def runs(build: Build) -> bool:
         """Whether the driver runs a build on these cards; an unknown driver is assumed to."""
-        if not known or too_old or too_new:
-            return not known
+        if not has_driver or too_old or too_new:
+            return not has_driver
         if driver_cuda:
             return driver_runs(driver_cuda, numbers_of(build.cuda))
         return numbers_of(driver) >= numbers_of(floor(build))
@@ -539,7 +539,7 @@ def choose_wheel(
             lacks = tuple(card for card in cards if not default.supports_card(card))
             why = f"has no code for {_names(lacks)}" if lacks else f"needs driver {floor(default)} or newer"
             more = f"The wheel on PyPI, {default.build}, {why}."
-        more += "" if known else f" The driver is not known: it must be {floor(chosen)} or newer."
+        more += "" if has_driver else f" The driver is not known: it must be {floor(chosen)} or newer."
         more += "" if cards else " The card is not known: the wheel is chosen by the driver alone."
     else:
         if too_new:
@@ -560,7 +560,7 @@ def choose_wheel(
     code = f"has code for {_names(cards)} and " if cards else ""
     reason = f"{change}torch {chosen.torch} {chosen.build} {code}needs driver {floor(chosen)} or newer. {more.strip()}"
     index = "" if chosen.on_pypi else f"{INDEX}/{chosen.build}"
-    sure = chosen.sure if known and cards and not set(cards) & TEGRA else "guess"
+    sure = chosen.sure if has_driver and cards and not set(cards) & TEGRA else "guess"
     return WheelChoice(reason.rstrip(), chosen.torch, chosen.build, index, needs, direction, sure)
 
 
