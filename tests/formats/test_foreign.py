@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each import each
 
+import transload
 from transload.formats.foreign import HEAD, SCAN, Excerpt, Foreign, identify, identify_zip, mangled
 from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.io.sources import BytesSource, Source
@@ -448,3 +449,22 @@ def test_any_bytes_get_a_printable_description(data: bytes) -> None:
 def test_any_record_names_get_a_printable_description(names: list[str]) -> None:
     foreign = identify_zip(names)
     assert all(c.isprintable() for text in (foreign.title, *foreign.details, *foreign.fix) for c in text)
+
+
+def message_pack(*keys: str) -> bytes:
+    """A map of maps."""
+    return bytes([0x80 + len(keys)]) + b"".join(
+        bytes([0xA0 + len(key)]) + key.encode() + b"\x81\xa1w\x07" for key in keys
+    )
+
+
+def test_flax_weights_with_several_keys_are_not_called_a_pickle() -> None:
+    for keys in (("params", "batch_stats"), ("batch_stats", "params", "step"), ("opt_state", "params", "a", "step")):
+        checkpoint = transload.inspect(message_pack(*keys))
+        assert (checkpoint.format, checkpoint.safety) == ("msgpack", "unknown"), keys
+
+
+def test_pickle_that_begins_like_flax_weights_is_still_dangerous() -> None:
+    for rest in (b"cos\ngetcwd\n)R.", b"000)R.", b"000}b.", b"\x82\xa6."):
+        data = b"\x82\xa3NNN" + rest
+        assert transload.inspect(data).safety == "dangerous", data

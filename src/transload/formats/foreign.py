@@ -263,13 +263,22 @@ def _by_structure(view: Excerpt) -> Foreign | None:
             kind = ("tensorflow", "a frozen TensorFlow graph (.pb)", "Load it with tf.compat.v1.GraphDef.")
         if kind:
             return Foreign(kind[0], f"{kind[1]}, not a PyTorch checkpoint", (), (kind[2],))
-    # Flax writes a MessagePack map whose first key is text.
-    found = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", view.head)
-    if not found or len(found[2]) < found[1][0] - 0xA0:
+    key = first_key(view.head)
+    if not key:
         return None
-    key = clean(found[2][: found[1][0] - 0xA0])
     fix = "Load it with flax.serialization.msgpack_restore, or from_pretrained(…, from_flax=True)."
     return Foreign("msgpack", "a MessagePack file (Flax weights?), not a checkpoint", (f"first key: {key}",), (fix,))
+
+
+def first_key(head: bytes) -> str:
+    """The first key of a MessagePack map, as Flax writes it, if it is text; else empty.
+
+    >>> first_key(bytes([0x82, 0xA6]) + b"params")
+    'params'
+    """
+    found = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", head)
+    size = found[1][0] - 0xA0 if found else 0
+    return clean(found[2][:size]) if found and len(found[2]) >= size else ""
 
 
 def _fields(view: Excerpt) -> list[tuple[int, int, bytes]]:

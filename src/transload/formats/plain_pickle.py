@@ -86,7 +86,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
         data = LOADER in first.globals or _WRAPPERS & first.globals.keys()
         window, most = (source.size, source.size) if data else (1 << 20, MAX_STREAM)
         first, end = run_at(source, 0, "pickle", window, most, reader)
-    if not _is_pickle(first, source.size):
+    if not _is_pickle(first, source.size) or _is_message_pack(first, source):
         return None
     first.main = True
     _excuse(first, storages)
@@ -147,6 +147,19 @@ def _is_pickle(pickle: Pickle, size: int) -> bool:
         return pickle.protocol >= 2 or pickle.end == size or bool(pickle.globals)
     acts = pickle.calls or pickle.extensions or pickle.raw or LOADER in pickle.globals
     return bool(acts) or (pickle.protocol >= 2 and bool(pickle.globals))
+
+
+def _is_message_pack(pickle: Pickle, source: Source) -> bool:
+    """Whether it is a MessagePack map, whose first byte is that of an opcode that names something by number.
+
+    That must be all it does as a pickle.
+    """
+    if not (pickle.broken and pickle.extensions):
+        return False
+    acts = pickle.globals or pickle.calls or pickle.built or pickle.persistent or len(pickle.extensions) > 1
+    from transload.formats.foreign import first_key
+
+    return not acts and bool(first_key(source.read(0, 64)))
 
 
 # -- storages in a pickle
