@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, ZipFile
@@ -146,6 +149,29 @@ def test_npy_file(tmp_path: Path) -> None:
     assert transload.inspect(path).integrity == "damaged"
     with pytest.raises(LoadError, match="not as long as its header says"):
         transload.load(path)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Callable[[], str], tuple[()]]:
+        return os.getcwd, ()
+
+
+def test_pickles_in_object_arrays_are_judged(tmp_path: Path) -> None:
+    for value, safety in ((Hostile(), "dangerous"), (Counter("a"), "needs-trust"), (Path("x"), "needs-trust")):
+        objects = np.array([value], object)
+        np.save(tmp_path / "a.npy", objects)
+        np.savez(tmp_path / "b.npz", w=np.ones(1), o=objects)
+        np.savez_compressed(tmp_path / "c.npz", w=np.ones(1), o=objects)
+        (tmp_path / "d.npy").write_bytes((tmp_path / "a.npy").read_bytes()[:-1])
+        for name in ("a.npy", "b.npz", "c.npz", "d.npy"):
+            checkpoint = transload.inspect(tmp_path / name)
+            assert checkpoint.safety == safety, (name, value)
+            assert any(use.name in ("getcwd", "Counter", "PosixPath", "WindowsPath") for use in checkpoint.globals)
+            trust = [line for finding in checkpoint.findings for line in finding.fix if "numpy.load" in line]
+            assert bool(trust) == (safety == "needs-trust")
+    limited = np.array([bytes(40 << 20)], object)
+    np.savez_compressed(tmp_path / "long.npz", o=limited)  # a megabyte of it takes a kilobyte
+    assert transload.inspect(tmp_path / "long.npz").safety == "unknown"
 
 
 def test_object_arrays_need_trust_and_are_not_loaded(tmp_path: Path) -> None:

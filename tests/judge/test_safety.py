@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 import torch
+from tests import forge
 from tests.each import each
+from tests.release import needs_torch
 
 import transload
 from transload.checkpoint import Checkpoint, GlobalUse
@@ -352,3 +355,27 @@ def test_dangerous_file_gets_no_safe_globals_lines(inspect_zip: InspectZip) -> N
 def test_p17_no_fix_suggests_weights_only_false_for_a_dangerous_file(inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(PAYLOAD)
     assert not any("weights_only=False" in line for finding in checkpoint.findings for line in finding.fix)
+
+
+def test_dangerous_file_shows_no_line_that_allows_names() -> None:
+    partial = forge.call(forge.name("functools", "partial"), forge.name("models.net", "Net"))
+    for body in (
+        forge.call(forge.name("builtins", "type"), "A", (), forge.dictionary({})),
+        partial + b")R",
+        forge.list_of(forge.name("models.net", "Net"), forge.DANGEROUS),
+    ):
+        checkpoint = transload.inspect(forge.checkpoint(forge.pickled(body)))
+        assert checkpoint.safety == "dangerous"
+        lines = [line for finding in checkpoint.findings for line in finding.fix]
+        assert not any("safe_globals" in line or "weights_only=False" in line for line in lines), lines
+
+
+@needs_torch(2, 6)
+def test_tensor_subclass_of_the_tests_of_torch_needs_trust(tmp_path: Path) -> None:
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor")
+    torch.save(two_tensor.TwoTensor(torch.ones(2), torch.ones(2)), tmp_path / "a.pt")
+    checkpoint = transload.inspect(tmp_path / "a.pt")
+    assert checkpoint.safety == "needs-trust"
+    assert any("safe_globals([TwoTensor])" in line for finding in checkpoint.findings for line in finding.fix)
+    hostile = forge.checkpoint(forge.pickled(forge.call(forge.name("torch.testing._internal.two_tensor", "func"))))
+    assert transload.inspect(hostile).safety == "dangerous"

@@ -557,8 +557,11 @@ def test_object_that_stands_for_something_outside_gets_no_advice_about_names(tmp
 
 
 def test_error_names_a_tensor_that_cannot_be_saved() -> None:
-    with pytest.raises(CannotPickleError, match=r"obj\['a'\]\[1\]"):
-        saved({"a": [torch.rand(2), torch._efficientzerotensor((3,))]})
+    zeros = torch._efficientzerotensor((3,))
+    with pytest.raises(CannotPickleError, match=r"obj\['a'\]\[1\]") as raised:
+        saved({"a": [torch.rand(2), zeros]})
+    assert "clone() makes one" in raised.value.fix
+    saved({"a": zeros.clone()})
 
 
 def test_meta_storage_is_refused() -> None:

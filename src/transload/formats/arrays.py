@@ -5,13 +5,14 @@ bytes, which ``raw_bytes`` returns.
 
 A ``.npy`` file is a header and the numbers of one array, an ``.npz`` a zip archive of them. What is not an array of
 plain numbers (objects, texts, fields) is listed with its kind and a problem, without a storage. An array of Python
-objects is a pickle, which is not read.
+objects is a pickle, which is judged and not loaded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -19,8 +20,11 @@ from zlib import crc32
 from transload.checkpoint import Checkpoint, Draft, Record, Storage, Tensor
 from transload.dtypes import FROM_NUMPY, ITEMSIZE
 from transload.findings import LimitedProblems
+from transload.formats.pickle_machine import MAX_STREAM
+from transload.formats.pickle_state import LONG_FRAME
+from transload.formats.pickle_streams import run_all
 from transload.formats.torch_zip import Archive
-from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, full_name
+from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, Payload, full_name
 from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 from transload.io.checksums import crc32_combine
@@ -171,7 +175,13 @@ def read_npy(source: Source) -> Checkpoint | None:
     if not _split(head)[0]:
         return None
     out = Draft(source.name, "npy", source.size)
-    _add_array(out, (), Record("", 0, source.size, source.size), head, noted)
+
+    def read() -> Payload:
+        if source.size > MAX_STREAM:
+            return Payload(b"", intact=False, problem="it is too large to read")
+        return Payload(source.read(0, source.size), intact=True)
+
+    _add_array(out, (), Record("", 0, source.size, source.size), head, noted, read)
     return out.checkpoint(problems=noted.problems())
 
 
@@ -185,7 +195,7 @@ def read_npz(archive: Archive) -> Checkpoint:
         member = full_name(archive.root, record.name)
         name = re.sub(_ESCAPED, lambda found: chr(int(found[1], 16)), member.removesuffix(".npy"))
         head = archive.head(record, _MAX_HEADER) if member.endswith(".npy") else b""
-        _add_array(out, (name,), record, head, noted)
+        _add_array(out, (name,), record, head, noted, partial(archive.read_pickled, record))
     codes = {problem.code for problem in problems}
     if archive.source is not None and "zip-walked" in codes and "zip-record-cut" not in codes:
         # Only the directory lists all arrays. If at least its beginning follows the last one, none is missing.
@@ -205,8 +215,10 @@ def _split(head: bytes) -> tuple[bytes, int]:
     return text if whole else b"", start
 
 
-def _add_array(out: Draft, path: tuple[str, ...], record: Record, head: bytes, noted: LimitedProblems) -> None:
-    """Add the array in a record, which begins with ``head``."""
+def _add_array(
+    out: Draft, path: tuple[str, ...], record: Record, head: bytes, noted: LimitedProblems, read: Callable[[], Payload]
+) -> None:
+    """Add the array in a record, which begins with ``head``; ``read`` reads it whole."""
     name = "".join(path)
     text, start = _split(head)
     match = re.fullmatch(_HEADER, text)
@@ -237,4 +249,13 @@ def _add_array(out: Draft, path: tuple[str, ...], record: Record, head: bytes, n
     elif not head.startswith(_MAGIC) or re.fullmatch(_NO_OBJECTS, text):
         problem, kind = "npy-not-numbers", "not an array of plain numbers"
     noted.add(problem, name, shown)
+    if problem == "npy-objects":
+        payload = read()
+        if payload.problem:
+            noted.add("record-unseen", name, payload.problem)
+        pickles = run_all(payload.data[start:], record.name)
+        out.pickles += [pickle for pickle in pickles if pickle.globals or pickle.extensions]
+        texts = [text for pickle in pickles for _, text in pickle.ambiguous if text != LONG_FRAME or not pickle.cut]
+        if texts:
+            noted.add("pickle-ambiguous", name, texts[0])
     out.tensors.append(Tensor(path, name, "uint8", (0,), (1,), "cpu", None, kind=kind))

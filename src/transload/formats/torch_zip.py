@@ -134,6 +134,11 @@ class Archive:
         size = min(count, record.size) if record.method else min(count, record.size, record.stored)
         return self.read(record._replace(size=size, stored=min(record.stored, size + spare)), count + spare).data
 
+    def read_pickled(self, record: Record) -> Payload:
+        """The bytes of a record with a pickle, which is small and hardly ever packed."""
+        limit = max(_MAX_PACKED, 16 * record.stored) if record.method else pickle_machine.MAX_STREAM
+        return self.read(record, min(limit, pickle_machine.MAX_STREAM))
+
 
 def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
     """Read the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
@@ -229,8 +234,7 @@ def read_pickle(
         return Pickle(name)
     if record.name.rpartition("/")[2] != name.rpartition("/")[2]:
         problems.add("zip-name-case", record.name, f"torch takes it for {name}")
-    limit = max(_MAX_PACKED, 16 * record.stored) if record.method else pickle_machine.MAX_STREAM
-    payload = archive.read(record, min(limit, pickle_machine.MAX_STREAM))
+    payload = archive.read_pickled(record)
     if payload.problem:
         problems.add("pickle-unreadable", name, payload.problem)
     elif not payload.intact:

@@ -14,7 +14,8 @@ from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
 
 __all__ = ["integrity_of", "judge"]
 
-_NOT_LOADED = PROGRAMS | {"dcp", "deepspeed", "megatron"}
+_NOT_LOADED = PROGRAMS | {"dcp", "deepspeed", "megatron", "npy", "npz"}
+_NEED_TRUST = frozenset({"needs-trust", "npy-objects", "rare-opcodes"})  # findings whose fix is to trust the file
 _SHOWN = 8
 
 
@@ -72,6 +73,9 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
         flavour=checkpoint.flavour or flavour,
         findings=tuple(findings),
     )
+    if judged.safety == "dangerous":  # nobody should allow anything in it
+        cut = (replace(found, fix=()) if found.code in _NEED_TRUST else found for found in judged.findings)
+        judged = replace(judged, findings=tuple(cut))
     if judged.findings:
         from transload.judge.problems import with_commands
 

@@ -473,7 +473,8 @@ def _culprit(obj: Any, protocol: int, pickle_module: Any, kind: type[Exception])
     if issubclass(kind, RecursionError):
         fix = "It is nested too deep for pickle: make it flatter, or allow more by sys.setrecursionlimit()."
     elif isinstance(obj, torch.Tensor):
-        fix = "Save a plain tensor with the same numbers: to_dense() makes one of most kinds."
+        how = "clone()" if obj._is_zerotensor() else "to_dense()"  # noqa: SLF001 - there is no other way to ask
+        fix = f"Save a plain tensor with the same numbers: {how} makes one."
     elif isinstance(obj, torch.nn.Module):
         fix = f"{fix}." if "." in place else "Save its state_dict() instead."
     elif (callable(obj) and hasattr(obj, "__name__")) or "<locals>" in type(obj).__qualname__:
