@@ -343,6 +343,9 @@ class TestIndices:
         with pytest.raises(ValueError, match="step must be greater than zero"):
             lazy[::-1]
 
+    def test_empty_list_selects_nothing(self, lazy: Any) -> None:
+        assert lazy[[]].shape == torch.arange(12).view(3, 4)[[]].shape == (0, 4)
+
     def test_integer_tensor_is_an_index(self, lazy: Any) -> None:
         assert torch.equal(lazy[torch.tensor(1)], torch.arange(4, 8))
 
@@ -604,6 +607,8 @@ class TestClosing:
                 read()
             assert isinstance(caught.value, ValueError)
         assert kept.tolist() == [1.0, 1.0]
+        with pytest.raises(UsageError, match="this checkpoint was closed"):
+            handle.keys()
         assert list(handle) == ["a"]
         assert repr(handle).endswith("1 tensor, closed>")
 

@@ -115,13 +115,16 @@ def test_fake_tensor_mode_is_honoured() -> None:
 
     if not hasattr(torch._guards, "active_fake_mode"):
         pytest.skip("this torch has no active_fake_mode")
-    with FakeTensorMode():
-        expected = torch.load(CUDA, map_location="cpu")
-        loaded = load(CUDA, "cpu")
-    assert all(type(tensor) is FakeTensor for tensor in loaded.values())
-    assert [(t.shape, t.device, t.dtype) for t in loaded.values()] == [
-        (t.shape, t.device, t.dtype) for t in expected.values()
-    ]
+    legacy = io.BytesIO()
+    torch.save(torch.load(CUDA, map_location="cpu"), legacy, _use_new_zipfile_serialization=False)
+    for data in (CUDA.read_bytes(), legacy.getvalue()):
+        with FakeTensorMode():
+            expected = torch.load(io.BytesIO(data), map_location="cpu")
+            loaded = load(data, "cpu")
+        assert all(type(tensor) is FakeTensor for tensor in loaded.values())
+        assert [(t.shape, t.device, t.dtype) for t in loaded.values()] == [
+            (t.shape, t.device, t.dtype) for t in expected.values()
+        ]
 
 
 @pytest.mark.parametrize("location", ["cpu", "auto"])

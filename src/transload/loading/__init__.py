@@ -416,7 +416,7 @@ class _Reader:
             made = self._torch.UntypedStorage(storage.nbytes, device="meta")
             if storage.offset is not None:
                 made._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
-            if self._faked:
+            if self._faked and self._file.checkpoint.format != "torch-legacy":  # where torch forgets the device
                 made._fake_device = storage.device  # noqa: SLF001 - the same
             return made
         if self._skips or not storage.nbytes:

@@ -8,7 +8,7 @@ both read ``Elements``, which say where a strided tensor's bytes are. Other tens
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -179,6 +179,11 @@ class Handle(Mapping[str, "torch.Tensor"]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names; ``UsageError`` if it was closed, as with ``safe_open``."""
+        self._opened.check_open()
+        return super().keys()
 
     def __len__(self) -> int:
         return len(self._names)
@@ -409,6 +414,8 @@ class TensorReader(OpenCheckpoint):
                 fix="A newer torch may have it.",
             )
         view = View(tensor.shape, tensor.stride, tensor.offset)
+        if isinstance(index, list) and not index:  # it selects nothing
+            index = slice(0)
         if type(index) is not tuple or index:
             steps = []
             for step in index if isinstance(index, tuple) else (index,):

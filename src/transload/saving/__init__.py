@@ -80,13 +80,19 @@ def save(
     function that gets the bytes done and the total.
 
     The two arguments with an underscore are those of ``torch.save``: without the first, the file has the format of
-    torch before 1.6, which cannot store ``origin``.
+    torch before 1.6, which cannot store ``origin``. Inside ``torch.serialization.skip_data()`` this is ``torch.save``.
 
     >>> import transload
     >>> transload.save({"model": model.state_dict()}, "model.pt")  # doctest: +SKIP
     """
     path = _path(f)
     background.wait_for_target(path or f)
+    if getattr(getattr(sys.modules.get("torch.serialization"), "_serialization_tls", None), "skip_data", False):
+        from torch.serialization import save as torch_save  # only torch writes records without contents
+
+        options = pickle_module or pickle, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record
+        torch_save(obj, f, *options)
+        return
     form = not _use_new_zipfile_serialization, not _disable_byteorder_record
     with gc_paused(user_objects=True):
         prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
@@ -181,7 +187,7 @@ class _Save:
             raise NoTorchError(f"torch cannot be imported: {error}", fix="`transload doctor` says why.") from error
         if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
             what = "torch.serialization.skip_data() is active"
-            raise SaveError(what, fix="Use torch.save for a file without contents.")
+            raise SaveError(what, fix="Use save for a file without contents.")
         self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
         self.legacy_protocol = int(protocol) if legacy else None
         self.byteorder = byteorder  # whether to write the record of this name
