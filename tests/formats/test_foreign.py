@@ -188,8 +188,8 @@ CASES: dict[str, tuple[bytes, str, str, str]] = {
     "CRLF legacy": (legacy().replace(b"\n", b"\r\n"), "crlf", "every line feed", "binary mode"),
     "text zip": (torch_zip().decode("utf-8", "replace").encode(), "utf8-lossy", "are lost", "binary mode"),
     "text legacy": (legacy().decode("utf-8", "replace").encode(), "utf8-lossy", "are lost", "binary mode"),
-    "re-encoded zip": (torch_zip().decode("latin-1").encode(), "utf8", "Latin-1", "latin-1"),
-    "re-encoded legacy": (legacy().decode("latin-1").encode(), "utf8", "Latin-1", "latin-1"),
+    "re-encoded zip": (torch_zip().decode("latin-1").encode(), "utf8", "Latin-1", "binary mode"),
+    "re-encoded legacy": (legacy().decode("latin-1").encode(), "utf8", "Latin-1", "binary mode"),
     "prefixed zip": (
         b"JUNK" * 10 + torch_zip(),
         "prefixed",

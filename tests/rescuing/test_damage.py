@@ -16,6 +16,8 @@ FILE = ROOT / "h200" / "train_cuda0.ckpt"
 DATA = FILE.read_bytes()
 OTHER = (ROOT / "h200" / "data_cuda0.pt").read_bytes()
 DIRECTORY = struct.unpack_from("<L", DATA, len(DATA) - 6)[0]
+LEGACY = (ROOT / "torch-releases" / "torch-2.13.0-py3.11.7" / "state_dict_cuda0_other_format.pt").read_bytes()
+NOTE = "the file was copied as text, from Latin-1 to UTF-8: this was undone"
 SCRIPT = (ROOT / "h200" / "torchscript_cuda0.pt").read_bytes()
 
 
@@ -136,8 +138,15 @@ def test_bytes_inserted_between_records_lose_nothing(tmp_path: Path) -> None:
     assert hashes((tmp_path / "out.pt").read_bytes()) == hashes(DATA)
 
 
-def test_crlf_line_endings_are_undone(tmp_path: Path) -> None:
+def test_copies_as_text_are_undone(tmp_path: Path) -> None:
     assert hashes(rescued_bytes(DATA.replace(b"\n", b"\r\n"), tmp_path)) == hashes(DATA)
+    for data in (DATA, LEGACY):
+        (tmp_path / "copied.pt").write_bytes(data.decode("latin-1").encode())
+        advice = [line for finding in inspect(tmp_path / "copied.pt").findings for line in finding.fix]
+        assert any(line.startswith("$ transload rescue ") for line in advice)
+        result = rescue(tmp_path / "copied.pt", tmp_path / "undone.pt", overwrite=True)
+        assert (result.exit_code, result.notes[0]) == (0, NOTE)
+        assert hashes((tmp_path / "undone.pt").read_bytes()) == hashes(data)
 
 
 def test_flipped_bit_in_a_file_retagged_in_place_is_repaired(tmp_path: Path) -> None:

@@ -491,10 +491,9 @@ def mangled(view: Excerpt) -> Foreign | None:
         return Foreign("utf8-lossy", title, (f"{decoded.count(chr(0xFFFD)):,} replacement characters",), (_BINARY,))
     if sum(0x80 <= ord(c) <= 0xFF for c in decoded) >= 4:
         title = "a binary file that was re-encoded from Latin-1 to UTF-8"
-        code = "import sys; d = open(sys.argv[1], 'rb').read(); "
-        code += "open(sys.argv[2], 'xb').write(d.decode().encode('latin-1'))"
-        undo = f'Or try to undo it: python -c "{code}" {view.file} {quoted(view.path + ".repaired")}'
-        return Foreign("utf8", title, (), (_BINARY, undo))
+        is_known = head.startswith((b"PK\x03\x04", MAGIC_PICKLE.decode("latin-1").encode()))
+        undo = (_UNDONE, rescue_command(view.path)) if is_known else ()
+        return Foreign("utf8", title, (), (_BINARY, *undo), ".pt" if is_known else "")
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any, BinaryIO, cast
@@ -54,11 +55,15 @@ def recover(source: Source, stack: ExitStack) -> Recovered | None:
     """Recover as much as possible of a source; ``None`` if there is no checkpoint in it."""
     best = max(_attempts(source), key=_worth, default=None)
     if best is None or not _worth(best)[0]:
-        text = _without_carriage_returns(source, stack)
-        other = max(_attempts(text), key=_worth, default=None) if text is not None else None
-        if other is not None and (best is None or _worth(other) > _worth(best)):
-            note = "the file was copied as text, with a CR before every LF: these were removed"
-            return other[1]._replace(exact=False, notes=(note, *other[1].notes))
+        undone = {
+            "the file was copied as text, with a CR before every LF: these were removed": _without_carriage_returns,
+            "the file was copied as text, from Latin-1 to UTF-8: this was undone": _without_utf8,
+        }
+        for note, undo in undone.items():
+            text = undo(source, stack)
+            other = max(_attempts(text), key=_worth, default=None) if text is not None else None
+            if other is not None and (best is None or _worth(other) > _worth(best)):
+                return other[1]._replace(exact=False, notes=(note, *other[1].notes))
     if best is None or not best[0]:
         return best[1] if best else None
     offset, recovered = best
@@ -87,6 +92,17 @@ def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None
         ends += found
         file.write(data.replace(b"\r\n", b"\n"))
     return _file_source(file, source.name) if ends else None
+
+
+def _without_utf8(source: Source, stack: ExitStack) -> Source | None:
+    """Undo a copy as text, which encoded every byte above 127 in UTF-8; ``None`` if it was another copy."""
+    file, decoder = _temporary_file(stack), getincrementaldecoder("utf-8")()
+    try:
+        for at in range(0, source.size, _CHUNK):
+            file.write(decoder.decode(source.read(at, _CHUNK)).encode("latin-1"))
+    except UnicodeError:
+        return None
+    return _file_source(file, source.name) if file.tell() < source.size else None
 
 
 def _attempts(source: Source) -> Iterator[tuple[int, Recovered]]:
