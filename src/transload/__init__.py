@@ -1,4 +1,4 @@
-"""Load any PyTorch checkpoint on any machine, and explain why CUDA is unavailable.
+"""Load any PyTorch checkpoint file on any machine, and explain why CUDA is unavailable.
 
 >>> import transload
 >>> transload.inspect("model.pt")  # doctest: +SKIP

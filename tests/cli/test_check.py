@@ -123,7 +123,7 @@ def test_directory_or_pattern_expands_to_its_files(name: str, folder: Path, caps
     output = capsys.readouterr().out
     assert [line.split()[0] for line in output.splitlines()[1:4]] == sorted(map(str, folder.glob("*_cuda*")))
     assert output.count("cannot be loaded") == 2
-    assert "3 files, 1 that cannot be loaded" in output
+    assert "3 files: 2 fine, 1 cannot be loaded" in output
     assert main(["check", f"{folder}{name}", "--json"]) == 1
     documents = json.loads(capsys.readouterr().out)
     assert [document["ok"] for document in documents] == [True, True, False]
@@ -134,7 +134,7 @@ def test_directory_or_pattern_expands_to_its_files(name: str, folder: Path, caps
 def test_unreadable_file_does_not_hide_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(folder / "missing.pt"), str(folder / "train_cuda0.ckpt")]) == 2
     output = capsys.readouterr()
-    assert "2 files, no problem, 1 not read" in output.out
+    assert "2 files: 1 fine, 1 could not be read" in output.out
     assert "missing.pt: No such file" in output.err
 
 

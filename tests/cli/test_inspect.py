@@ -81,7 +81,7 @@ def test_unreadable_file_does_not_hide_the_others(capsys: pytest.CaptureFixture[
     assert "transload: bug.pt: this is a bug in transload: ZeroDivisionError: oh" in output.err
     assert "damaged.pt" in output.out
     assert "✗ it ends early  truncated" in output.out
-    assert "4 files, 1 with a problem, 2 not read" in output.out
+    assert "4 files: 1 fine, 1 with a problem, 2 could not be read" in output.out
 
 
 @pytest.mark.usefixtures("_fake_files")

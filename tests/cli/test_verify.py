@@ -57,6 +57,18 @@ def test_force_replaces_only_a_manifest(path: Path, capsys: pytest.CaptureFixtur
     assert path.read_bytes() == before
 
 
+def test_checkpoint_that_is_named_as_a_manifest_is_recognised(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(path), "--against", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert "this is a checkpoint (torch.save zip archive), not a manifest" in error
+    assert "UnicodeDecodeError" not in error
+    (tmp_path / "m.json").write_text("{}", encoding="utf-8")
+    assert main(["verify", str(path), "--against", str(tmp_path / "m.json")]) == 2
+    assert "this is not a manifest: it has no 'schema'" in capsys.readouterr().err
+
+
 def test_damaged_tensors_are_named(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip(path, "conv.bias")
     flip(path, "fc.weight")
@@ -122,7 +134,7 @@ def test_several_files_are_summarized(path: Path, data: Path, capsys: pytest.Cap
     others = [str(data / "h200" / "data_cuda0.pt"), str(data / "README.md")]
     assert main(["verify", str(path), *others]) == 1
     output = capsys.readouterr().out
-    assert "3 files, 2 with a problem" in output
+    assert "3 files: 1 fine, 2 with a problem" in output
     assert "conv.bias" in output
     assert main(["verify", str(path), *others, "absent.pt", "--json"]) == 2
     json_output = capsys.readouterr()

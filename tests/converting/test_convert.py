@@ -921,7 +921,7 @@ def test_repeated_notes_are_summarised(tmp_path: Path) -> None:
     source = save({str(number): torch.eye(2).to_sparse() for number in range(23)}, tmp_path / "a.pt")
     result = convert(source, tmp_path / "b.safetensors")
     assert len(result.notes) == 21
-    assert result.notes[-1] == "… is stored as the tensors it consists of, and so are 3 more"
+    assert result.notes[-1] == "… is split into its component tensors, and so are 3 more"
 
 
 def test_key_may_name_a_submodule(tmp_path: Path) -> None:

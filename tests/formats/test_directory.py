@@ -740,7 +740,8 @@ class TestUnrecognised:
         assert {part.name for part in read_dir(tmp_path).parts} == {"epoch1", "epoch2"}
 
     def test_empty_directory(self, tmp_path: Path) -> None:
-        assert problem(read_dir(tmp_path), "directory-unknown").detail == "it is empty"
+        empty = problem(read_dir(tmp_path), "directory-unknown")
+        assert (empty.detail, empty.fix) == ("it is empty", ("Check the path.",))
 
     def test_symlink_loops_are_not_followed(self, tmp_path: Path) -> None:
         (tmp_path / "a").mkdir()

@@ -194,6 +194,15 @@ def test_object_arrays_need_trust_and_are_not_loaded(tmp_path: Path) -> None:
         assert transload.load(tmp_path / "b.npz").keys() == {"w"}
 
 
+def test_arrays_that_are_not_numbers_are_named_in_words() -> None:
+    stream = io.BytesIO()
+    dates, records = np.arange(2).astype("M8[D]"), np.zeros(1, [("a", "f4"), ("b", "i4")])
+    np.savez(stream, a=np.array(["x", "y"]), b=np.array([b"x"]), c=dates, d=dates - dates, e=records)
+    (finding,) = transload.inspect(stream.getvalue()).findings
+    kinds = ["strings", "byte strings", "dates", "durations", "records"]
+    assert list(finding.evidence) == [f"{name}: an array of {kind}" for name, kind in zip("abcde", kinds, strict=True)]
+
+
 def test_tensor_names_survive_a_round_trip(tmp_path: Path) -> None:
     value = {name: torch.ones(2) for name in ("a:b", "../a", "/b", "c.npy", "%41", "50%")}
     torch.save(value, tmp_path / "a.pt")

@@ -159,7 +159,7 @@ def test_invalid_arguments_are_errors() -> None:
         load(STATE_DICT.read_bytes(), mmap=True)
     wrong: Any
     for wrong in ("False", ""):  # as conditions they would mean the opposite, and weights_only=False
-        with pytest.raises(UsageError, match="weights_only is a text"):
+        with pytest.raises(UsageError, match="weights_only is a string"):
             load(STATE_DICT, weights_only=wrong)
     wrong = 5
     with pytest.raises(UsageError, match="progress is of type int"):

@@ -172,6 +172,6 @@ def test_several_files_in_one_table(transformer: Checkpoint, web_page: Checkpoin
     text = stream.getvalue()
     rows = [line.split("  ")[0] for line in text.splitlines()[:3]]
     assert rows == ["file", "pytorch_model.bin", "model.pt"]
-    assert text.endswith("\n3 files, 1 with a problem, 1 not read\n")
+    assert text.endswith("\n3 files: 1 fine, 1 with a problem, 1 could not be read\n")
     assert "✗ this is a web page" in text
     assert "every tensor is tagged" not in text  # notes on files without problems are left out

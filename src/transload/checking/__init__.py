@@ -583,8 +583,8 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     for each in bad:
         yield from heading(path_text(each.checkpoint.path, None))
         yield Prose(printable(each.refusal, None), lead=(("✗ ", "bad"),))
-    problems = f"{len(bad):,} that cannot be loaded" if bad else ""
-    yield from tally(total, len(results), problems, "transload check FILE says more about one" if bad else "")
+    hint = "transload check FILE says more about one" if bad else ""
+    yield from tally(total, len(results), len(bad), "cannot be loaded", hint)
 
 
 def report(check: Check) -> Iterator[Block]:

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     Outcome = int | Callable[[], int]
 
 COMMANDS: dict[str, str] = {
-    "check": "whether a checkpoint loads here, and what torch.load would say",
+    "check": "say whether a checkpoint loads here, and what torch.load would report",
     "convert": "convert to safetensors, torch zip, npz or raw, without torch",
     "doctor": "say why CUDA is unavailable: the cause, the evidence and the fix",
-    "explain": "what an error message means, and how to fix it",
-    "inspect": "what a checkpoint contains, and whether it is safe and complete",
+    "explain": "say what an error message means, and how to fix it",
+    "inspect": "show what a checkpoint contains, and whether it is safe and complete",
     "rescue": "recover what is left of a damaged checkpoint",
     "retag": "change device tags in place, so that torch.load works anywhere",
     "run": "run a Python program unchanged on the devices of this machine",
-    "verify": "check that every byte of a checkpoint is the one that was saved",
+    "verify": "check that every byte of a checkpoint is as it was saved",
 }
 """Each command and its line of help. ``help.md`` has the examples and the exit codes that the help shows.
 

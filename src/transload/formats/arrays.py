@@ -166,6 +166,15 @@ _TYPE = rb"'[<>|=][SUVMmbiufc]\d*(?:\[\w+\])?'"
 _FIELD = rb"\('[^'\\\"]*', " + _TYPE + rb"(?:, \([\d, ]*\))?\)"
 _DESCRIPTION = rb"(?:" + _TYPE + rb"|\[" + _FIELD + rb"(?:, " + _FIELD + rb")*\])"
 _NO_OBJECTS = rb"\{'descr': " + _DESCRIPTION + rb", 'fortran_order': (?:True|False), 'shape': \([\d, ]*\), \} *\n"
+_OTHER_KINDS = {
+    b"U": "an array of strings",
+    b"S": "an array of byte strings",
+    b"[": "an array of records",
+    b"M": "an array of dates",
+    b"m": "an array of durations",
+    b"V": "an array of raw bytes",
+}
+"""What an array that does not consist of numbers contains, by the first letter of its type."""
 _ESCAPED = r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])"  # what writing.plan.member_name writes
 
 
@@ -248,6 +257,8 @@ def _add_array(
         shown = f"{dtype} {list(shape)[:8]} needs {prod(shape) * width:,} bytes, but it has {max(available, 0):,}"
     elif not head.startswith(_MAGIC) or re.fullmatch(_NO_OBJECTS, text):
         problem, kind = "npy-not-numbers", "not an array of plain numbers"
+        letter = re.match(rb"\{'descr': (?:'.)?(.)", text)
+        shown = _OTHER_KINDS.get(letter[1] if letter else b"", shown)
     noted.add(problem, name, shown)
     if problem == "npy-objects":
         payload = read()

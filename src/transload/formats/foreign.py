@@ -17,6 +17,7 @@ from transload.formats.zip import read_index
 from transload.frozen import NamedTuple
 from transload.io.packed import UNWRAPPED, packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
+from transload.render.words import plural
 
 HEAD = 64 * 1024  # bytes read of each end, and decompressed: a terabyte takes no longer than a small file
 SCAN = 1 << 20  # how far to search for a checkpoint after other bytes
@@ -374,7 +375,7 @@ def _text(view: Excerpt) -> Foreign | None:
         advice, kind = _advice(said), ", probably a server's answer"
         if advice == (_DOWNLOAD_AGAIN,):  # not the words of a known server
             advice, kind = (_OTHER_FILE, f"Or, if it was downloaded, d{_DOWNLOAD_AGAIN[1:]}"), ""
-        return Foreign("text-answer", f'{view.size:,} bytes of text{kind}: "{said}"', (), advice)
+        return Foreign("text-answer", f'{plural(view.size, "byte")} of text{kind}: "{said}"', (), advice)
     lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
     shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)
     if len(lines) >= 3 and shaped >= 0.8 * len(lines):  # most lines are keys or items

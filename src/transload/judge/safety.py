@@ -192,7 +192,7 @@ def _check_attributes(state: object) -> Complaint:
         if key.startswith("__"):
             return "dangerous", f"a tensor is given the attribute {key[:60]}"
         if key in _SHADOWED:
-            return "needs-trust", f"a tensor is given the attribute {key}, which it already has"
+            return "needs-trust", f"the file overwrites a tensor's attribute `{key}`"
     if not all(type(part) is Dict or part is None for part in parts):
         return "needs-trust", "a tensor is given a state that names no attributes"
     return None
@@ -212,7 +212,7 @@ _MAX_WORDING = 300  # a text may contain a name of a megabyte
 _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
     "dangerous": ("dangerous-use", "error", "it uses the loader in a way no checkpoint does"),
     "unknown": ("odd-use", "warning", "it contains calls that no loader would accept"),
-    "needs-trust": ("trusted-use", "warning", "it uses allowed names in unusual ways"),
+    "needs-trust": ("trusted-use", "warning", "it uses permitted classes in unusual ways"),
 }
 
 

@@ -74,7 +74,7 @@ def load(
     direct: bool | None = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load a checkpoint onto the devices of this machine: ``torch.load`` for every format, and for any file.
+    """Load a checkpoint onto the devices of this machine: ``torch.load`` for every file format.
 
     ``f`` is a path (of a file, a directory or the index of shards), a binary file object, or bytes. ``map_location``
     takes what ``torch.load`` takes; or ``"auto"``: each tensor goes to the device it was saved on if this machine has
@@ -105,7 +105,7 @@ def load(
     >>> transload.load("model.pt")                        # doctest: +SKIP
     """
     if isinstance(weights_only, str):  # "False" is true, and "" would trust the file
-        raise UsageError(f"weights_only is a text: {weights_only!r}", fix="Pass True or False, without quotes.")
+        raise UsageError(f"weights_only is a string: {weights_only!r}", fix="Pass True or False, without quotes.")
     # torch's rule, with its two environment variables.
     names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
     forced_on, forced_off = (os.environ.get(name, "0").lower() in ("1", "y", "yes", "true") for name in names)

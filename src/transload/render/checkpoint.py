@@ -114,7 +114,7 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
             yield from heading(path_text(checkpoint.path, None))
             for finding in findings(checkpoint.findings):
                 yield from finding
-    yield from tally(total, len(seen), f"{len(bad):,} with a problem" if bad else "")
+    yield from tally(total, len(seen), len(bad))
 
 
 def summary(checkpoint: Contents) -> dict[str, Line]:

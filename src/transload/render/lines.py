@@ -157,10 +157,11 @@ def heading(text: str, note: str = "") -> tuple[Block, ...]:
     return BLANK, Prose(((text, "strong"), (f"  {note}" if note else "", "dim")))
 
 
-def tally(total: int, read: int, problems: str, hint: str = "") -> tuple[Block, ...]:
-    """The heading below a table of files: how many there are, what is wrong with them, and how many were not read."""
-    unread = f", {total - read:,} not read" if read < total else ""
-    return heading(f"{plural(total, 'file')}, {problems or 'no problem'}{unread}", hint)
+def tally(total: int, read: int, bad: int, problem: str = "with a problem", hint: str = "") -> tuple[Block, ...]:
+    """The heading below a table of files: how many are fine, have a problem, or could not be read."""
+    counts = {"fine": read - bad, problem: bad, "could not be read": total - read}
+    parts = ", ".join(f"{number:,} {words}" for words, number in counts.items() if number)
+    return heading(f"{plural(total, 'file')}{', no problem' if read - bad == total else f': {parts}'}", hint)
 
 
 def note(text: str) -> Block:

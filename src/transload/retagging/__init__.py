@@ -477,7 +477,8 @@ def report(retag: Retag) -> Iterator[Block]:
             words += f", the file is {size(abs(retag.grown))} {'longer' if retag.grown > 0 else 'shorter'}"
     yield row("written" if retag.done else "would write", words, "" if retag.done else "trust")
     if retag.out:
-        yield row("copy of", path_text(retag.path, None) + (f", {retag.how}" if retag.how else ""))
+        shared = ", sharing its bytes on the disk" if retag.how == "shared" else ""
+        yield row("copy of", path_text(retag.path, None) + shared)
     if retag.undo and retag.done:
         yield row("undo", "transload retag FILE --undo undoes it")
     for warning in retag.warnings:

@@ -35,7 +35,7 @@ from transload.io.sources import FileSource, Progress, SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import RESCUED, rule_of
 from transload.nodes import Call, Dict, Global, Persistent
-from transload.opening import OpenCheckpoint
+from transload.opening import OpenCheckpoint, inspect
 from transload.opening.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
 from transload.opening.elements import Allowance, ElementReader, FileRange
 from transload.render.checkpoint import INTEGRITY, findings
@@ -533,15 +533,22 @@ def read_manifest(path: str) -> Manifest:
     source = FileSource(path)
     try:
         if source.size > _MAX:
-            raise ManifestError(f"it is {source.size:,} bytes long, too long for a manifest", where=path, fix=_FIX)
+            raise _not_a_manifest(path, f"it has {source.size:,} bytes")
         text = source.read(0, source.size)
     finally:
         source.close()
     try:
         return Manifest(path, tuple(_entries(json.loads(text))))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        what = f"this is not a manifest ({type(error).__name__}: {error})"
-        raise ManifestError(what, where=path, fix=_FIX) from error
+        invalid = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
+        why = "it is not JSON" if invalid else f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise _not_a_manifest(path, why) from error
+
+
+def _not_a_manifest(path: str, why: str) -> ManifestError:
+    format_ = FORMATS.get(inspect(path).format)
+    what = f"this is a checkpoint ({format_}), not a manifest" if format_ else f"this is not a manifest: {why}"
+    return ManifestError(what, where=path, fix=_FIX)
 
 
 def _entries(table: dict[str, Any]) -> Iterator[ManifestEntry]:
@@ -723,5 +730,4 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
         if lists:
             yield from heading(path_text(each.path, None), each.sha256)
             yield from lists
-    bad = sum(not each.ok for each in results)
-    yield from tally(total, len(results), f"{bad:,} with a problem" if bad else "")
+    yield from tally(total, len(results), sum(not each.ok for each in results))

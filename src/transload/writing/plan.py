@@ -474,7 +474,7 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         yield f"numpy arrays in the source, now tensors: {join_names(names, _SHOWN)}"
     if plan.numbers:
         yield f"numpy numbers in the source, now Python numbers: {join_names(plan.numbers, _SHOWN)}"
-    yield from _first(plan.in_parts, "{} is stored as the tensors it consists of")
+    yield from _first(plan.in_parts, "{} is split into its component tensors")
     kept = [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in plan.carried if each.is_cast]
     yield from _first(kept, "{}")
     dtypes = Counter(entry.dtype for entry in plan.entries)
@@ -484,7 +484,8 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     opaque = sorted(dtype for dtype in dtypes if dtype not in NUMPY)
     if plan.format == "npz" and opaque:
         hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
-        yield f"numpy has no {' and no '.join(opaque)}: stored as raw bytes{hint}"
+        none = f"has no {opaque[0]}" if len(opaque) == 1 else f"has none of {', '.join(opaque)}"
+        yield f"numpy {none}: stored as raw bytes{hint}"
     stored = (each for each in plan.entries if each.tensor.kind == "strided" and each.tensor.storage is not None)
     separated: list[str] = []
     for group in overlapping(entry for entry in stored if entry.nbytes):

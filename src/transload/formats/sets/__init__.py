@@ -11,7 +11,7 @@ from typing import Protocol
 
 from transload.checkpoint import Checkpoint, Draft, Part
 from transload.errors import CannotReadError
-from transload.findings import LimitedProblems, join_names
+from transload.findings import LimitedProblems, Problem, join_names
 from transload.formats.sets import dcp, deepspeed, megatron, sharded, single, unpacked
 from transload.formats.sets.merger import Merger, ReadFile, listed
 from transload.formats.sets.single import checkpoint_files
@@ -111,7 +111,7 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
     detail = f"it contains {join_names(names, 8)}" if names else "it is empty"
     if found:
         detail += f"; these look like checkpoints: {join_names([*found], 8)}"
-    noted.add("directory-unknown", "", detail)
+    noted.extend([Problem("directory-unknown", "", detail, fix=() if names else ("Check the path.",))])
     out = Draft(listing.folder.name, "directory", sum(listing.files.values()), noted.problems())
     out.parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in found.items()]
     return out.checkpoint()
