@@ -17,7 +17,7 @@ from tests.loading.placement_makers import GB, checkpoint, gpus
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.devices import Device, Devices
-from transload.loading.placement import AUTO, UNDECIDED, Plan, place, tags_of
+from transload.loading.placement import AUTO, UNDECIDED, Move, Plan, place, tags_of
 
 CPU_ONLY = Devices((Device("cpu", 1000 * GB),), absent="torch is built without CUDA [B01]")
 MAC = Devices((Device("cpu"), Device("mps")), "mps")
@@ -53,6 +53,12 @@ def test_absent_gpu_is_replaced_by_the_cpu_with_the_reason() -> None:
         "2 tensors saved on cuda:0 and cuda:1 land on cpu: there is no cuda:0 or cuda:1 here; "
         "torch is built without CUDA [B01]"
     )
+
+
+def test_warning_agrees_with_the_number_of_tensors() -> None:
+    for count, words in ((1, "1 tensor saved on cuda:1 lands on cpu"), (0, "1.02 kB saved on cuda:1 lands on cpu")):
+        plan = Plan((Move("cuda:1", "cpu", "absent", count, 1024),), surprising=True)
+        assert plan.warning == f"{words}: there is no cuda:1 here"
 
 
 def test_absent_cuda_is_replaced_by_another_accelerator() -> None:

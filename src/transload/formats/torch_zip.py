@@ -230,7 +230,8 @@ def read_pickle(
     """Run the pickle in a record, and note problems of the record and of the pickle (``pickle_problems``)."""
     record = archive.find(name)
     if record is None:
-        problems.add("zip-no-pickle", name, "the record that describes the content is missing")
+        title = f"the record {name}, which describes the content, is missing"
+        problems += [Problem("zip-no-pickle", name, title=title)]
         return Pickle(name)
     if record.name.rpartition("/")[2] != name.rpartition("/")[2]:
         problems.add("zip-name-case", record.name, f"torch takes it for {name}")

@@ -30,7 +30,7 @@ def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devic
         total = int(recommended()) if recommended else -1
         mps = [Device("mps", total - int(torch.mps.driver_allocated_memory()) if recommended else -1, total)]
     if not here and not mps:
-        why = "CUDA does not work here, and `transload doctor` says why"
+        why = "torch finds no GPU; if there is one, `transload doctor` says why"
         if not torch.version.cuda and not torch.version.hip:
             why = f"this torch ({torch.__version__}) is built without CUDA"
         return Devices((host,), rank=rank, absent=why)

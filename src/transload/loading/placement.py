@@ -168,9 +168,13 @@ class Plan(Frozen):
         sentences = []
         for together in groups.values():
             count, tags = sum(move.tensors for move in together), [move.tag for move in together]
-            tensors = "1 tensor" if count == 1 else f"{count:,} tensors"
-            first = together[0]
-            sentences.append(f"{tensors} saved on {listed(tags)} land on {first.device}: {first.why_of(tags)}")
+            first, verb = together[0], "land" if count > 1 else "lands"
+            what = "1 tensor" if count == 1 else f"{count:,} tensors"
+            if not count:  # parts of distributed tensors
+                from transload.render.words import size
+
+                what = size(sum(move.nbytes for move in together))
+            sentences.append(f"{what} saved on {listed(tags)} {verb} on {first.device}: {first.why_of(tags)}")
         return "; ".join(sentences)
 
     def __str__(self) -> str:
