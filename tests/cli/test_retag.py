@@ -155,11 +155,11 @@ def test_several_files_and_directories_are_retagged(path: Path, data: Path, caps
     shutil.copyfile(data / "h200" / "state_dict_cuda1.pt", other)
     sources = [str(path), str(other.parent), str(path.parent / "missing.pt")]
     assert main(["retag", *sources, "--to", "cpu", "--dry-run"]) == 2
-    assert "3 files, 2 would change, 1 not retagged" in capsys.readouterr().out
+    assert "3 files: 2 would be changed, 1 could not be retagged" in capsys.readouterr().out
     assert tags(other) == {"cuda:1"}
     assert main(["retag", *sources, "--to", "cpu", "--keep-undo"]) == 2
     output = capsys.readouterr()
-    assert "3 files, 2 changed, 1 not retagged" in output.out
+    assert "3 files: 2 changed, 1 could not be retagged" in output.out
     assert "missing.pt: " in output.err
     assert tags(path) == tags(other) == {"cpu"}
     assert main(["retag", *sources[:2], "--undo", "--json"]) == 0
@@ -180,7 +180,7 @@ def test_directory_of_shards_is_retagged(path: Path, capsys: pytest.CaptureFixtu
     index = {"metadata": {"total_size": 16}, "weight_map": weights}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     assert main(["retag", str(folder), "--to", "cuda:0"]) == 0
-    assert "2 files, 2 changed" in capsys.readouterr().out
+    assert "2 files: 2 changed" in capsys.readouterr().out
     assert [tags(folder / name) for name in names] == [{"cuda:0"}] * 2
 
 

@@ -246,6 +246,9 @@ def test_progress_line_is_not_updated_too_often() -> None:
     for done in range(1000):
         show(done, 1000)
     assert terminal.getvalue().count("\r") < 100
+    for _ in range(2):  # the last bytes may be reported in two parts, one of which is empty
+        show(1000, 1000)
+    assert terminal.getvalue().count("\n") == 1
     assert progress_counter(progress=False, total=10) is None
 
 

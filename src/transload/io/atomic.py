@@ -360,7 +360,7 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
 def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWriteError:
     """Our error for an ``OSError``; ``outcome`` says what happened to the file.
 
-    >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "x.pt"), FileNotFoundError)
+    >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "absent/x.pt"), FileNotFoundError)
     True
     """
     if isinstance(error, CannotWriteError):
@@ -371,6 +371,9 @@ def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWrit
         folder = os.path.dirname(where.rstrip(os.sep))
         if not folder or os.path.isdir(folder):  # then where is a link, or the current directory is gone
             folder = os.path.dirname(os.path.realpath(where))
-        fix += f"\n$ mkdir -p {quoted(folder)}"
+        if os.path.isdir(folder):  # such as /proc, where no file can be created
+            what, fix = "no file can be created there", "Write to another place."
+        else:
+            fix += f"\n$ mkdir -p {quoted(folder)}"
     what = f"cannot be written: {what}" + (f"; {outcome}" if outcome else "")
     return kind(what, where=where, fix=fix, errno=error.errno)

@@ -159,15 +159,16 @@ class ProgressLine:
         self._stream = stream
         self._verb = verb
         self._passing = passing
+        self._over = False
         self._begun = self._shown = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
         """Update the line, not too often, and end it when all is done."""
         now = time.monotonic()
         is_over = done >= total and not self._passing
-        if self._stream is None or (not is_over and now - self._shown < _EVERY):
+        if self._stream is None or self._over or (not is_over and now - self._shown < _EVERY):
             return
-        self._shown = now
+        self._shown, self._over = now, is_over
         end = "\n" if is_over else ""
         self._stream.write(f"\r{self.text(done, total, now - self._begun)}\x1b[K{end}")
         self._stream.flush()

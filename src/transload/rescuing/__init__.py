@@ -892,7 +892,7 @@ def report(rescue: Rescue) -> Iterator[Block]:
             (printable(each.name) or '""', size(each.nbytes) if each.nbytes else "", each.why)
             for each in rescue.lost[:_ROWS]
         ]
-        yield Table(lost, right=(1,), dim=(1, 2), indent=14)
+        yield Table(lost, right=(1,), dim=(1, 2), shrinks=(0, 2), drops=(1,), indent=14)
         yield from _more(len(rescue.lost), "tensors")
     for each in rescue.records[:_ROWS]:
         yield row("lost", f"{printable(each.name)}: {printable(each.why, None)}", "bad")

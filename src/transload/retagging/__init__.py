@@ -267,7 +267,8 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
     why = worst.title if worst else "it is damaged"
     repair = "\n".join(command_lines(findings))
     if checkpoint.integrity == "not-a-checkpoint":
-        raise RetagError(f"it is not a checkpoint: {why.removesuffix(', not a checkpoint')}", where=path, fix=repair)
+        what = why if why.startswith("not a checkpoint") else f"it is not a checkpoint: {why}"
+        raise RetagError(what.removesuffix(", not a checkpoint"), where=path, fix=repair)
     if kind not in ("torch-zip", "torch-legacy", "pickle"):
         why, fix = _UNSUPPORTED.get(kind, (f"files of the format {kind} cannot be retagged", _AGAIN))
         if kind == "torch-directory":
@@ -496,7 +497,7 @@ def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
         rows.append((path_text(each.path), ((words, "" if tags else "dim"),), written))
     if results:
         yield Table(rows, right=(2,), titles=("file", "tags", "written"), indent=0)
-    failed = f", {total - len(results):,} not retagged" if len(results) < total else ""
+    failed = f", {total - len(results):,} could not be retagged" if len(results) < total else ""
     changed = sum(each.changed for each in results)
-    verb = "changed" if all(each.done for each in results) else "would change"
-    yield from heading(f"{plural(total, 'file')}, {changed:,} {verb}{failed}")
+    verb = "changed" if all(each.done for each in results) else "would be changed"
+    yield from heading(f"{plural(total, 'file')}: {changed:,} {verb}{failed}")

@@ -467,7 +467,7 @@ def _repeated(value: int, width: int, count: int) -> int:
 # -- manifests
 
 _MAX = 1 << 30
-_FIX = "Write it with transload verify FILE --write m.json."
+_FIX = "This writes one: transload verify FILE --write m.json"
 
 
 def hash_of_all(tensors: Iterable[TensorSum]) -> str:
