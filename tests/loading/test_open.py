@@ -40,6 +40,7 @@ from transload.errors import (
 )
 from transload.loading.handles import Handle
 from transload.loading.handles import open as open_
+from transload.opening import fill
 
 RELEASES = sorted((Path(__file__).parent.parent / "data" / "torch-releases").glob("torch-*"))
 
@@ -498,19 +499,51 @@ class TestFormats:
             assert torch.equal(handle["w"], tensor)
             assert torch.equal(handle.slice("w")[2:4, ::2], tensor[2:4, ::2])
 
+    def test_slice_of_a_sharded_tensor_reads_only_the_bytes_of_its_box(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tensor = torch.arange(240.0).view(4, 10, 6)
+        windows = {(0, 0, 0): tensor[:, :4], (0, 4, 0): tensor[:3, 4:], (3, 4, 0): tensor[3:, 4:]}
+        save_pieces(tmp_path, "w", tensor, windows)
+        handle, sizes = open_(tmp_path), list[int]()
+
+        def recorded(ranges: Any, *arguments: Any) -> None:
+            sizes.extend(nbytes for _, _, nbytes, _ in ranges)
+            fill(ranges, *arguments)
+
+        monkeypatch.setattr("transload.loading.handles.fill", recorded)
+        cases: list[tuple[Any, int]] = [
+            (0, 240),
+            ((3, slice(4, None)), 144),
+            ((slice(1, 3), 5), 48),
+            ((3, slice(2, 6)), 96),
+            ((..., slice(None)), 960),
+            ((slice(0, 0), 1), 0),
+            ((-1, None, -1, slice(None, None, 2)), 20),
+            ((2, slice(None, None, 3), ...), 240),
+        ]
+        for index, nbytes in cases:
+            sizes.clear()
+            assert torch.equal(handle.slice("w")[index], tensor[index]), index
+            assert sum(sizes) <= nbytes, index
+        with pytest.raises(IndexError):
+            handle.slice("w")[4]
+        with pytest.raises(TypeError, match="only numbers, slices"):
+            handle.slice("w")[[0, 1]]
+
     def test_missing_piece_is_an_error(self, tmp_path: Path) -> None:
         tensor = torch.arange(30.0).view(5, 6)
         save_pieces(tmp_path, "w", tensor, {(0, 0): tensor[:3], (3, 0): tensor[3:]})
         (tmp_path / "__1_0.distcp").unlink()
         handle = open_(tmp_path)
-        with pytest.raises(BrokenFileError, match="some pieces of w are missing"):
+        with pytest.raises(BrokenFileError, match=r"shards? of it do not fill it, or overlap"):
             handle["w"]
 
     def test_overlapping_pieces_do_not_hide_a_missing_one(self, tmp_path: Path) -> None:
         """Otherwise the rest of the tensor would be uninitialized memory."""
         tensor = torch.arange(30.0).view(5, 6)
         save_pieces(tmp_path, "w", tensor, {(0, 0): tensor[:3], (2, 0): tensor[2:4]})
-        with pytest.raises(BrokenFileError, match="some pieces of w are missing"):
+        with pytest.raises(BrokenFileError, match=r"shards? of it do not fill it, or overlap"):
             open_(tmp_path)["w"]
 
     def test_tar_archive(self) -> None:
@@ -573,7 +606,7 @@ class TestDamage:
         with open_(tmp_path / "x.pt") as handle:
             with (tmp_path / "x.pt").open("r+b") as file:
                 file.truncate(500)
-            with pytest.raises(BrokenFileError, match="the file ends 4,000 bytes before this tensor does"):
+            with pytest.raises(BrokenFileError, match="b are incomplete: the file ends 4,000 bytes before they do"):
                 handle["b"]
 
     @pytest.mark.parametrize("content", [b"<html></html>", b"", b"version https://git-lfs.github.com/spec/v1\n"])

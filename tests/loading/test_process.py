@@ -22,7 +22,7 @@ from transload.loading import load
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
 from transload.loading.placement import DeviceMap
-from transload.opening.engine import read_ranges
+from transload.opening import fill
 
 SOURCE = Path(__file__).parents[2] / "src"
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX resource limits")
@@ -261,8 +261,8 @@ def test_file_changed_during_load_into_is_a_broken_file_error(tmp_path: Path, mo
     def changed(*args: Any, **options: Any) -> Any:
         torch.save({"weight": torch.zeros(8, 8)}, path)
         os.utime(path, ns=(0, 0))
-        return read_ranges(*args, **options)
+        return fill(*args, **options)
 
-    monkeypatch.setattr("transload.loading.handles.read_ranges", changed)
+    monkeypatch.setattr("transload.loading.handles.fill", changed)
     with pytest.raises(BrokenFileError, match="was changed while it was read"):
         load_into(torch.nn.Linear(8, 8, bias=False), path)

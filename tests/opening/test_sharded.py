@@ -82,7 +82,7 @@ def test_repeated_part_does_not_replace_a_missing_one() -> None:
     content = sharded((9, 4), ((3, 6), ()), 4)
     (tensor,) = content.checkpoint.tensors
     twice = (tensor.parts[0], tensor.parts[1], tensor.parts[0])
-    with pytest.raises(ContentError, match="the file has 3 parts of it, and not the rest"):
+    with pytest.raises(ContentError, match="3 shards of it do not fill it, or overlap"):
         list(content.chunks(tensor._replace(parts=twice)))
 
 

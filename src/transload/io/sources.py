@@ -30,6 +30,11 @@ class Source(Protocol):
 
     name: str
     size: int
+    streams: int = 1
+    """How many reads at once are faster than one after the other."""
+    gap: int = 64 << 10
+    """How many unrequested bytes are cheaper to read than another request. A system call costs about as much as copying
+    this many."""
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -45,6 +50,10 @@ class Source(Protocol):
             done += len(part)
         return done
 
+    def is_changed(self) -> bool:
+        """Whether the bytes were changed since the source was opened, as far as that is known."""
+        return False
+
     def close(self) -> None:
         """Release what was opened here."""
         return
@@ -57,6 +66,7 @@ class FileSource(Source):
     """
 
     descriptor = -1
+    streams = 64  # as many as there are threads
 
     def __init__(self, path: str | os.PathLike[str], opened: int = -1) -> None:
         self.name = os.fspath(path)

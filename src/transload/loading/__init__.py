@@ -34,20 +34,15 @@ from transload.io.memory import memory_at
 from transload.io.sources import FileSource, Progress, Source, SourceLike
 from transload.loading.build import build_object, is_fake_mode, plain_tensors
 from transload.loading.placement import DeviceMap, plan_here
-from transload.opening import CheckpointFile, OpenCheckpoint
+from transload.opening import CheckpointFile, OpenCheckpoint, fill
 from transload.opening.jobs import (
-    FEW_BYTES,
     SLOT_PAIR,
-    AddressOf,
     Checksums,
-    File,
-    HostLane,
-    ReadRequest,
     ReportProgress,
     Settings,
     ShortReadError,
     can_read_to,
-    jobs,
+    file_ends,
 )
 
 if TYPE_CHECKING:
@@ -126,45 +121,45 @@ def load(
         config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)
         mapped = config is not None and bool(config.load.mmap)
     settings = check_settings(threads, pinned_mb, direct)
-    # First without the tree of the pickle, which only counts ordinary tensors; if something is wrong, again with it.
-    for tree in (True,) if trusted else (False, True):
-        with gc_paused(user_objects=trusted), OpenCheckpoint(f, tree=tree) as opened:
-            checkpoint = opened.checkpoint
-            _refuse(checkpoint, trusted=trusted)
-            if checkpoint.findings:
-                from transload.loading.refusal import leave_out
+    # 1. Open and judge it. Ordinary tensors are only counted: they are named if something is wrong.
+    with gc_paused(user_objects=trusted), OpenCheckpoint(f, tree=trusted) as opened:
+        # 2. Refuse what must not be loaded, and leave out what torch cannot represent.
+        _refuse(opened.checkpoint, trusted=trusted)
+        if opened.checkpoint.findings:
+            from transload.loading.refusal import leave_out
 
-                leave_out(opened)
-                checkpoint = opened.checkpoint
-            plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
-            short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
-            if short:
-                fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
-                raise DoesNotFitError("; ".join(map(str, short)), where=checkpoint.path, fix=fix)
-            device_map = DeviceMap(plan, map_location, checkpoint.path)
-            report_progress = None
-            if progress is not None:
-                from transload.io.pool import progress_counter
+            leave_out(opened)
+        checkpoint = opened.checkpoint
+        # 3. Plan where everything goes.
+        plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
+        short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
+        if short:
+            fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
+            raise DoesNotFitError("; ".join(map(str, short)), where=checkpoint.path, fix=fix)
+        device_map = DeviceMap(plan, map_location, checkpoint.path)
+        report_progress = None
+        if progress is not None:
+            from transload.io.pool import progress_counter
 
-                report_progress = progress_counter(progress, checkpoint.tensor_nbytes)
-            options = ReadOptions(verify, mapped, report_progress, settings)
-            try:
-                make = partial(build_object, encoding=encoding)
-                if trusted:
-                    from transload.loading.trusted import load_program, load_trusted
+            report_progress = progress_counter(progress, checkpoint.tensor_nbytes)
+        options = ReadOptions(verify, mapped, report_progress, settings)
+        # 4. Read the storages, and build the objects over them.
+        make = partial(build_object, encoding=encoding)
+        if trusted:
+            from transload.loading.trusted import load_program, load_trusted
 
-                    make = partial(load_trusted, pickle_module=pickle_module, **pickle_load_args)
-                if trusted and checkpoint.format in ("torchscript", "torch-export"):
-                    made = load_program(opened.files[0], device_map.device)
-                else:
-                    made = _each_file(opened, device_map, options, make)
-            except Malformed:
-                if checkpoint.counted:
-                    continue  # with the tree, which has the names for the error
-                raise
-            opened.check_unchanged()
-            opened.seek_past_content()
-            break
+            make = partial(load_trusted, pickle_module=pickle_module, **pickle_load_args)
+        try:
+            if trusted and checkpoint.format in ("torchscript", "torch-export"):
+                made = load_program(opened.files[0], device_map.device)
+            else:
+                made = _each_file(opened, device_map, options, make)
+        except Malformed:
+            opened.list_tensors()
+            _refuse(opened.checkpoint, trusted=trusted)  # which names the tensor, if it knows it
+            raise
+        opened.check_unchanged()
+        opened.seek_past_content()
     if plan.warning or checkpoint.findings:
         from transload.judge.problems import load_warning
 
@@ -266,7 +261,6 @@ def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptio
 # device that only torch, or the caller's map_location function, can copy to.
 
 _ALIGNED = 8  # the alignment that any element, or either half of a complex one, needs in a mapped storage
-_new = tuple.__new__  # faster than calling the named tuple's class
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
 
@@ -289,32 +283,6 @@ def read_storages(file: CheckpointFile, device_map: DeviceMap, options: ReadOpti
     if len(together) == len(storages):
         return together
     return {each.id: together.get(each.id) or reader.storage(each) for each in storages}
-
-
-def read_ranges(
-    sources: Sequence[Source],
-    requests: Sequence[ReadRequest],
-    address_of: AddressOf,
-    settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
-    report_progress: ReportProgress | None = None,
-    checksums: Checksums | None = None,
-) -> None:
-    """Call ``engine.read_ranges``, or read few bytes for host memory in this thread, without importing the engine."""
-    few = sum([request[2] for request in requests]) < FEW_BYTES
-    if not few or settings != Settings() or {request[3] for request in requests} != {"cpu"}:
-        from transload.opening.engine import read_ranges
-
-        read_ranges(sources, requests, address_of, settings, report_progress, checksums)
-        return
-    addresses: dict[int, int] = {}
-    lane = HostLane([File(source) for source in sources], addresses, checksums)
-    for job in jobs(requests):
-        for _, index, _, _ in job.runs:
-            if index not in addresses:
-                addresses[index] = address_of(index)
-        lane.read(job)
-        if report_progress is not None:
-            report_progress(job.wanted)
 
 
 class _Reader:
@@ -378,32 +346,27 @@ class _Reader:
 
     def _read(self, storages: Sequence[Storage], devices: Mapping[str, str]) -> dict[str, torch.UntypedStorage]:
         """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is truncated or damaged."""
-        sources: list[Source] = []
-        numbers: dict[str, int] = {}
-        requests: list[ReadRequest] = []
+        sources: dict[str, Source] = {}
         for storage in storages:
-            if storage.file not in numbers:
-                numbers[storage.file] = len(sources)
+            if storage.file not in sources:
                 packed = self._content.unpacked(storage) if storage.compressed else None
                 if storage.compressed and (packed is None or packed.size != storage.nbytes):
                     raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
-                sources.append(packed or self._file.open(storage.file))
-            where = numbers[storage.file], storage.offset or 0, storage.nbytes, devices[storage.device]
-            requests.append(_new(ReadRequest, where))
+                sources[storage.file] = packed or self._file.open(storage.file)
+        ranges = [(sources[each.file], each.offset or 0, each.nbytes, devices[each.device]) for each in storages]
         targets: dict[int, torch.UntypedStorage] = {}
 
         def address_of(index: int) -> int:
-            made = targets[index] = self._empty(storages[index], requests[index][3])
-            return made.data_ptr()  # type: ignore[no-any-return]
+            target = targets[index] = self._empty(storages[index], ranges[index][3])
+            return target.data_ptr()  # type: ignore[no-any-return]
 
         options = self._options
         checksums = Checksums() if options.verify else None
         try:
-            read_ranges(sources, requests, address_of, options.settings, options.report_progress, checksums)
+            fill(ranges, address_of, options.settings, options.report_progress, checksums)
         except ShortReadError as end:
             storage = storages[end.request]
-            how = "decompressed they are" if storage.compressed else "the file ends after"
-            raise self._lost(storage, f"{how} {end.received:,} of {storage.nbytes:,} bytes") from end
+            raise self._lost(storage, file_ends(storage.nbytes - end.received)) from end
         except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
             raise self._lost(storages[0], error.what, "are damaged") from error
         if checksums is not None:
@@ -437,10 +400,10 @@ class _Reader:
         else:
             raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
         if is_swapped:
-            dtype = getattr(self._torch, self._dtypes.get(storage.id, storage.dtype), None)
-            if dtype is None:
-                raise self._lost(storage, f"this torch has no {storage.dtype}", "cannot be byte-swapped")
-            loaded.byteswap(dtype)
+            from transload.opening.elements import component, swap_bytes
+
+            memory = memory_at(loaded.data_ptr(), loaded.nbytes())
+            swap_bytes(memory, component(self._dtypes.get(storage.id, storage.dtype)))
         return self._device_map.put(loaded, storage.device)
 
     @cached_property

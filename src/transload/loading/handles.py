@@ -30,17 +30,17 @@ from transload.errors import (
 from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
 from transload.formats.safetensors import header_metadata
-from transload.geometry import View, boxes, contiguous
+from transload.geometry import Box, View, boxes, contiguous
 from transload.io.memory import memory_at
-from transload.io.sources import Source, SourceLike
+from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
-from transload.loading import ReadOptions, read_ranges, read_storages
+from transload.loading import ReadOptions, read_storages
 from transload.loading.build import build_object, is_fake_mode
 from transload.loading.placement import DeviceMap, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
-from transload.opening import CheckpointFile, OpenCheckpoint
-from transload.opening.elements import Elements, MissingBytesError, box_of, is_covered
-from transload.opening.jobs import ReadRequest, Settings, ShortReadError, can_read_to
+from transload.opening import CheckpointFile, OpenCheckpoint, fill
+from transload.opening.elements import Elements, MissingBytesError, Read
+from transload.opening.jobs import Settings, ShortReadError, can_read_to
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,8 @@ STAGE = 16 << 20
 
 _PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 _DEFAULT = Settings()
+_DENSE = frozenset({"strided", "sharded"})
+"""Kinds of tensors that are read element by element, or only a part of them."""
 _VALUES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
@@ -287,30 +289,30 @@ class TensorReader(OpenCheckpoint):
         ``dtype`` casts floating-point tensors. Strides without gaps are kept; else the result is contiguous.
         ``LoadError`` names a tensor whose bytes are missing.
         """
-        if tensor.kind != "strided":
+        if tensor.kind not in _DENSE:
             return self._read_composite(tensor, index, device, dtype)
         import torch
 
         where = torch.device(device)
-        elements, own = self._elements(tensor, index)
-        view = elements.view
+        layout, reads, rest = self._reads(tensor, index)
+        own = self._dtype_of(tensor)
         wanted = dtype if dtype is not None and own.is_floating_point else own
         if where.type == "meta" or is_fake_mode():
-            return torch.empty_strided(view.shape, view.stride, dtype=wanted, device=where)
-        same_bytes = wanted == own and not _needs_conversion(elements) and view.extent <= view.numel
-        straight = same_bytes and can_read_to(where.type)
+            return torch.empty_strided(layout.shape, layout.stride, dtype=wanted, device=where)[rest]
+        same_bytes = wanted == own and not any(_needs_conversion(read.elements) for read in reads)
+        straight = same_bytes and layout.extent <= layout.numel and can_read_to(where.type)
         try:
-            stride = view.stride if straight else contiguous(view.shape)
-            target = torch.empty_strided(view.shape, stride, dtype=wanted, device=where)
+            stride = layout.stride if straight else contiguous(layout.shape)
+            target = torch.empty_strided(layout.shape, stride, dtype=wanted, device=where)
         except RuntimeError as error:  # torch has no OutOfMemoryError for the CPU
             short = "the CPU" if where.type == "cpu" else str(where)
-            what = f"{short} has no memory for its {view.numel * elements.itemsize:,} bytes: {error}"
+            what = f"{short} has no memory for its {tensor.nbytes:,} bytes: {error}"
             raise DoesNotFitError(what, where=self._place(tensor)) from error
-        if straight:
-            self._read_straight([(tensor, elements, target)])
+        if straight and tensor.kind == "strided":  # also into gaps, which are its own
+            self._read_straight([(tensor, reads[0].elements, target)])
         else:
-            self._read_staged(tensor, elements, own, target)
-        return target
+            self._fill([(tensor, read, target) for read in reads])
+        return target[rest] if rest else target
 
     def fill(self, items: Iterable[tuple[Tensor, torch.Tensor, Index]], settings: Settings = _DEFAULT) -> None:
         """Read tensors, or the parts that indices select, into existing ones of the same shape; cast if dtypes differ.
@@ -320,45 +322,34 @@ class TensorReader(OpenCheckpoint):
         import torch
         from torch.autograd import graph
 
-        waiting = list(items)
-        straight: list[tuple[Tensor, Elements, torch.Tensor]] = []
+        jobs: list[tuple[Tensor, Read, torch.Tensor]] = []
         try:
             with torch.no_grad():
-                for tensor, target, index in waiting:  # grows during the loop
-                    if tensor.kind == "sharded" and index == ():
-                        rank = len(tensor.shape)
-                        waiting += [(part, target[box_of(part, rank).slices], ()) for part in tensor.parts]
-                    elif tensor.kind != "strided" or not _has_plain_memory(target):
+                for tensor, target, index in items:
+                    if tensor.kind not in _DENSE or not _has_plain_memory(target):
                         target.copy_(self.read(tensor, index))
-                    else:
-                        elements, dtype = self._elements(tensor, index)
-                        direct = target.dtype == dtype and can_read_to(target.device.type)
-                        layout = tuple(target.shape), target.stride()
-                        if not direct or _needs_conversion(elements) or not elements.view.has_layout(*layout):
-                            self._read_staged(tensor, elements, dtype, target.detach())
-                        elif getattr(elements.source, "descriptor", -1) >= 0:
-                            straight.append((tensor, elements, target))
-                        else:
-                            self._read_straight([(tensor, elements, target)])
-                        # Count it as an in-place operation: torch did not see the write.
-                        if not target.is_inference() and hasattr(graph, "increment_version"):
-                            graph.increment_version(target)
+                        continue
+                    _, reads, rest = self._reads(tensor, index)
+                    if rest:
+                        target.copy_(self.read(tensor, index))
+                        continue
+                    jobs += [(tensor, read, target) for read in reads]
+                    # Count it as an in-place operation: torch does not see the write.
+                    if not target.is_inference() and hasattr(graph, "increment_version"):
+                        graph.increment_version(target)
+                self._fill(jobs, settings)
         except TransloadError:
             raise
         except (RuntimeError, NotImplementedError) as error:
             what = f"what was read for {tensor.name or 'the tensor'} cannot be copied into it: {error}"
             raise LoadError(what, where=self.checkpoint.path) from error
-        if straight:
-            self._read_straight(straight, settings)
 
     def check(self, tensor: Tensor) -> None:
         """Raise ``LoadError`` if a tensor or one of its parts cannot be read, as far as is known before reading."""
-        if tensor.kind == "strided":
-            self._elements(tensor, ())
+        if tensor.kind in _DENSE:
+            self._reads(tensor, ())
             return
-        if tensor.kind == "sharded" and not is_covered(tensor):  # no element may keep what was in memory before
-            raise BrokenFileError(f"some pieces of {tensor.name} are missing", where=self.checkpoint.path)
-        if tensor.kind != "meta" and not (tensor.kind in ("device", "sharded") and tensor.parts):
+        if tensor.kind != "meta" and not (tensor.kind == "device" and tensor.parts):
             found = self.node(tensor.path)
             if found is None or type(found[1]) is not Call:
                 kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
@@ -370,7 +361,7 @@ class TensorReader(OpenCheckpoint):
     def _read_composite(
         self, tensor: Tensor, index: Index, device: str | torch.device, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """Read a tensor that is not strided; all of it, even if only a part is wanted."""
+        """Read a tensor that is not dense; all of it, even if only a part is wanted."""
         import torch
 
         self.check(tensor)
@@ -378,9 +369,6 @@ class TensorReader(OpenCheckpoint):
             made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype), device="meta")
         elif tensor.kind == "device" and tensor.parts:
             made = self.read(tensor.parts[0]).to(getattr(torch, tensor.dtype))
-        elif tensor.kind == "sharded":
-            made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
-            self.fill([(tensor, made, ())])
         else:  # by the call in the pickle, as load() would
             found = self.node(tensor.path)
             made = build_node(*found) if found else None
@@ -398,59 +386,74 @@ class TensorReader(OpenCheckpoint):
         stays = made.is_meta or (made.device, made.dtype) == (torch.device(device), wanted)
         return made if stays else made.to(device, wanted)
 
-    def _elements(self, tensor: Tensor, index: Index) -> tuple[Elements, torch.dtype]:
-        """The elements of a strided tensor, or of the part that a basic index selects, and its dtype.
-
-        ``LoadError`` if it is known that they cannot be read. Errors about the index are torch's.
-        """
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         import torch
 
         dtype = getattr(torch, tensor.dtype, None)
         if not isinstance(dtype, torch.dtype):
             absent = f"the dtype {tensor.dtype}, which torch {torch.__version__} does not have"
-            raise LoadError(
-                f"{tensor.name or 'the tensor'} has {absent}",
-                where=self.checkpoint.path,
-                fix="A newer torch may have it.",
-            )
-        view = View(tensor.shape, tensor.stride, tensor.offset)
-        if isinstance(index, list) and not index:  # it selects nothing
-            index = slice(0)
-        if type(index) is not tuple or index:
-            steps = []
-            for step in index if isinstance(index, tuple) else (index,):
-                # Anything with ``__index__`` is a number, except True and False, which are masks to torch.
-                mask = isinstance(step, bool) or getattr(step, "dtype", None) is torch.bool
-                number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not mask
-                if not (number or step is None or step is ... or isinstance(step, slice)):
-                    what = f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}"
-                    raise TypeError(what)
-                steps.append(step.__index__() if number else step)
-            try:
-                whole = torch.empty_strided(tensor.shape, tensor.stride, dtype=torch.uint8, device="meta")
-            except RuntimeError as error:
-                raise BrokenFileError(f"torch cannot represent it: {error}", where=self._place(tensor)) from error
-            part = whole[tuple(steps)]
-            view = View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
+            what = f"{tensor.name or 'the tensor'} has {absent}"
+            raise LoadError(what, where=self.checkpoint.path, fix="A newer torch may have it.")
+        return dtype
+
+    def _reads(self, tensor: Tensor, index: Index) -> tuple[View, list[Read], tuple[Any, ...]]:
+        """What to read for a dense tensor, or for the part that a basic index selects.
+
+        Returns the layout of what is read, the reads, and the index that is left to apply to it: of a sharded tensor,
+        the box around the part is read. ``LoadError`` if it is known that elements cannot be read. Errors about the
+        index are torch's.
+        """
+        self._dtype_of(tensor)
+        view, rest = View(tensor.shape, tensor.stride, tensor.offset), ()
         try:
-            return self.elements.elements(tensor, view), dtype
+            if type(index) is tuple and not index:
+                reads = self.elements.reads(tensor)
+            elif tensor.kind == "sharded":
+                box, rest = _bounds(tensor.shape, _basic(index))
+                reads, view = self.elements.reads(tensor, box), View(box.shape, ())
+            else:
+                view = self._part(tensor, view, _basic(index))
+                reads = [Read(self.elements.elements(tensor, view), Box((0,) * len(view.shape), view.shape))]
         except ContentError as error:
             raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
+        return view if tensor.kind == "strided" else View(view.shape, contiguous(view.shape)), reads, rest
+
+    def _part(self, tensor: Tensor, view: View, steps: tuple[Any, ...]) -> View:
+        """The view of the elements that a basic index selects."""
+        import torch
+
+        try:
+            whole = torch.empty_strided(view.shape, view.stride, dtype=torch.uint8, device="meta")
+        except RuntimeError as error:
+            raise BrokenFileError(f"torch cannot represent it: {error}", where=self._place(tensor)) from error
+        part = whole[steps]
+        return View(tuple(part.shape), part.stride(), view.offset + part.storage_offset())
+
+    def _fill(self, jobs: Iterable[tuple[Tensor, Read, torch.Tensor]], settings: Settings = _DEFAULT) -> None:
+        """Read elements into their boxes of tensors: straight into memory where it has the same bytes."""
+        straight: dict[bool, list[tuple[Tensor, Elements, torch.Tensor]]] = {}
+        for tensor, (elements, into), whole in jobs:
+            target = whole if into.shape == tuple(whole.shape) else whole[into.slices]
+            dtype = self._dtype_of(tensor)
+            direct = target.dtype == dtype and can_read_to(target.device.type) and not _needs_conversion(elements)
+            if direct and elements.view.has_layout(tuple(target.shape), target.stride()):
+                straight.setdefault(elements.source.streams > 1, []).append((tensor, elements, target))
+            else:
+                self._read_staged(tensor, elements, dtype, target.detach())
+        for parts in straight.values():
+            self._read_straight(parts, settings)
 
     def _read_straight(
         self, parts: Sequence[tuple[Tensor, Elements, torch.Tensor]], settings: Settings = _DEFAULT
     ) -> None:
         """Read elements straight into the memory of tensors."""
-        numbers: dict[Source, int] = {}
-        requests = [
-            ReadRequest(numbers.setdefault(each.source, len(numbers)), each.offset, each.nbytes, str(target.device))
-            for _, each, target in parts
-        ]
+        ranges = [(each.source, each.offset, each.nbytes, str(target.device)) for _, each, target in parts]
+        addresses = [target.data_ptr() for _, _, target in parts]
         try:
-            read_ranges([*numbers], requests, lambda index: parts[index][2].data_ptr(), settings)
+            fill(ranges, addresses.__getitem__, settings)
         except ShortReadError as end:
             tensor, elements, _ = parts[end.request]
-            raise self._cut(tensor, elements.nbytes - end.received) from end
+            raise self._cut(tensor, elements, elements.offset + end.received) from end
 
     def _read_staged(self, tensor: Tensor, elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
         """Read elements into a tensor through a buffer."""
@@ -469,21 +472,15 @@ class TensorReader(OpenCheckpoint):
             target = target.view(dtype)
         for box in boxes(elements.view.shape, most) if elements.view.numel else ():
             chunk = buffer[: prod(box.shape) * width]
-            out = memory_at(chunk.data_ptr(), len(chunk))
             try:
-                done = elements.read(box, out)
+                elements.read(box, memory_at(chunk.data_ptr(), len(chunk)), sys.byteorder)
             except MissingBytesError as end:
-                raise self._cut(tensor, elements.offset + elements.nbytes - end.position) from end
-            if done is not out:
-                chunk = torch.frombuffer(done, dtype=torch.uint8)
-            if sys.byteorder == "big":  # torch's numbers are in native byte order
-                component = width // 2 if elements.dtype.startswith("complex") else width
-                chunk = chunk.view(-1, component).flip(1).contiguous().view(-1)
+                raise self._cut(tensor, elements, end.position) from end
             target[box.slices].copy_(chunk.view(dtype).view(box.shape))
 
-    def _cut(self, tensor: Tensor, missing: int) -> BrokenFileError:
-        what = f"the file ends {missing:,} bytes before this tensor does"
-        return BrokenFileError(what, where=self._place(tensor))
+    def _cut(self, tensor: Tensor, elements: Elements, position: int) -> BrokenFileError:
+        error = self.elements.incomplete(tensor, elements.ends_at(position))
+        return BrokenFileError(error.what, where=error.where, fix=error.fix)
 
     def _place(self, tensor: Tensor) -> str:
         return f"{self.checkpoint.path} › {tensor.name or 'the tensor'}"
@@ -510,6 +507,49 @@ def build_node(file: CheckpointFile, node: object, device_map: DeviceMap | None 
     storages = tuple(storage for storage in file.checkpoint.storages if storage.key in keys)
     alone = replace(file, checkpoint=replace(file.checkpoint, storages=storages))
     return build_object(alone, read_storages(alone, device_map, ReadOptions()), device_map, pickle=part)
+
+
+def _basic(index: Index) -> tuple[Any, ...]:
+    """The steps of a basic index; ``TypeError`` for any other."""
+    import torch
+
+    if isinstance(index, list) and not index:  # it selects nothing
+        index = slice(0)
+    steps = []
+    for step in index if isinstance(index, tuple) else (index,):
+        # Anything with ``__index__`` is a number, except True and False, which are masks to torch.
+        mask = isinstance(step, bool) or getattr(step, "dtype", None) is torch.bool
+        number = hasattr(step, "__index__") and not getattr(step, "ndim", 0) and not mask
+        if not (number or step is None or step is ... or isinstance(step, slice)):
+            raise TypeError(f"only numbers, slices, ... and None can be read from a file, not {type(step).__name__}")
+        steps.append(step.__index__() if number else step)
+    return tuple(steps)
+
+
+def _bounds(shape: tuple[int, ...], steps: tuple[Any, ...]) -> tuple[Box, tuple[Any, ...]]:
+    """The box around the part of a shape that a basic index selects, and the index of that part in the box.
+
+    >>> _bounds((10, 6), (slice(2, 8, 3), None, -1))
+    (Box(start=(2, 5), shape=(4, 1)), (slice(None, None, 3), None, 0))
+    """
+    import torch
+
+    torch.empty(shape, dtype=torch.uint8, device="meta")[steps]  # raises if the index does not fit
+    count = sum(step is not None and step is not ... for step in steps)
+    at = next((place for place, step in enumerate(steps) if step is ...), len(steps))
+    every = (*steps[:at], *(slice(None),) * (len(shape) - count), *steps[at + 1 :])
+    spans: list[tuple[int, int]] = []
+    rest: list[slice | int | None] = []
+    sizes = iter(shape)
+    for step in every:
+        if step is None:
+            rest.append(None)
+            continue
+        size = next(sizes)
+        chosen = range(size)[step] if isinstance(step, slice) else range(size)[step : step + 1 or None]
+        spans.append((chosen[0], chosen[-1] + 1 - chosen[0]) if chosen else (0, 0))
+        rest.append(slice(None, None, chosen.step) if isinstance(step, slice) else 0)
+    return Box(tuple(start for start, _ in spans), tuple(size for _, size in spans)), tuple(rest)
 
 
 def _needs_conversion(elements: Elements) -> bool:

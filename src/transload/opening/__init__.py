@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import cached_property, partial
 from threading import Lock
@@ -21,11 +21,22 @@ from transload.errors import BrokenFileError, UsageError
 from transload.formats import gc_paused, read_source, unpacked
 from transload.frozen import Frozen, replace
 from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, is_set, open_source
+from transload.opening.jobs import (
+    FEW_BYTES,
+    AddressOf,
+    Checksums,
+    File,
+    HostLane,
+    ReadRequest,
+    ReportProgress,
+    Settings,
+    jobs,
+)
 
 if TYPE_CHECKING:
     from transload.opening.elements import ElementReader
 
-__all__ = ["CheckpointFile", "OpenCheckpoint", "ReopenedFile", "inspect"]
+__all__ = ["CheckpointFile", "OpenCheckpoint", "ReopenedFile", "fill", "inspect"]
 
 _ABSENT = object()  # no node: a node may be None
 
@@ -100,7 +111,7 @@ class OpenCheckpoint:
     def check_unchanged(self) -> None:
         """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed."""
         for source in self._open.values():
-            if isinstance(source, FileSource) and source.is_changed():
+            if source.is_changed():
                 fix = "Read it again when no program writes to it; transload.save replaces a file in one step."
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
@@ -215,6 +226,43 @@ class OpenCheckpoint:
                 most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
             self._open[path] = FileSource(path) if len(self._open) < most else ReopenedFile(path)
         return self._open[path]
+
+
+Range = tuple[Source, int, int, str]
+"""Bytes to read: a source, an offset in it, their number, and the device of the memory they go to."""
+
+
+def fill(
+    ranges: Iterable[Range],
+    address_of: AddressOf,
+    settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
+    report_progress: ReportProgress | None = None,
+    checksums: Checksums | None = None,
+) -> None:
+    """Read bytes of sources into memory, as ``engine.read_ranges`` does: every tensor and storage is read through this.
+
+    Few bytes for host memory are read in this thread, without importing the engine.
+    """
+    numbers: dict[Source, int] = {}
+    requests: list[ReadRequest] = [
+        tuple.__new__(ReadRequest, (numbers.setdefault(source, len(numbers)), offset, nbytes, device))
+        for source, offset, nbytes, device in ranges
+    ]
+    few = sum([request[2] for request in requests]) < FEW_BYTES
+    if not few or settings != Settings() or {request[3] for request in requests} != {"cpu"}:
+        from transload.opening.engine import read_ranges
+
+        read_ranges([*numbers], requests, address_of, settings, report_progress, checksums)
+        return
+    addresses: dict[int, int] = {}
+    lane = HostLane([File(source) for source in numbers], addresses, checksums)
+    for job in jobs(requests, gap=max([source.gap for source in numbers], default=0)):
+        for _, index, _, _ in job.runs:
+            if index not in addresses:
+                addresses[index] = address_of(index)
+        lane.read(job)
+        if report_progress is not None:
+            report_progress(job.wanted)
 
 
 class CheckpointFile(Frozen):

@@ -23,6 +23,7 @@ from transload.errors import ContentError, TransloadError
 from transload.geometry import Axis, Box, View, axes_of, boxes, contiguous
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
 from transload.io.sources import BytesSource, Source
+from transload.opening.jobs import file_ends
 from transload.render.words import plural
 
 WINDOW = 16 << 20
@@ -97,7 +98,7 @@ class ElementReader:
                 for at in range(0, len(block), size):
                     yield block[at : at + size]
         except MissingBytesError as end:
-            raise self._lost(tensor, read.elements.ends_at(end.position)) from end
+            raise self.incomplete(tensor, read.elements.ends_at(end.position)) from end
 
     def reads(self, tensor: Tensor, box: Box | None = None) -> list[Read]:
         """What to read for a tensor, or for a box of it: of a sharded one, only the shards that the box touches.
@@ -117,7 +118,7 @@ class ElementReader:
             raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
         self._refuse_dtype(tensor)
         if why := self.missing(tensor):
-            raise self._lost(tensor, why)
+            raise self.incomplete(tensor, why)
         reads = []
         for shard in tensor.parts:
             place = box_of(shard, rank)
@@ -136,7 +137,7 @@ class ElementReader:
             if why := self.missing(part):
                 return why
         if tensor.kind == "sharded" and not is_covered(tensor):
-            return f"the file has {plural(len(tensor.parts), 'part')} of it, and not the rest"
+            return f"{plural(len(tensor.parts), 'shard')} of it do not fill it, or overlap"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:
@@ -168,15 +169,15 @@ class ElementReader:
         storage = self.storage(tensor)
         self._refuse_dtype(tensor)
         if storage is None:
-            raise self._lost(tensor, "the file does not say where they are")
+            raise self.incomplete(tensor, "the file does not say where they are")
         view = view or View(tensor.shape, tensor.stride, tensor.offset)
         source, start, extent = _NOTHING, 0, view.extent
         if extent:
             if itemsize(tensor.dtype, view.offset + extent) > storage.stored:
                 stored = f"{storage.stored:,} of {storage.nbytes:,}"
-                raise self._lost(tensor, f"{stored} bytes of its storage are in the file")
+                raise self.incomplete(tensor, f"{stored} bytes of its storage are in the file")
             if storage.offset is None and not storage.compressed:
-                raise self._lost(tensor, "the file does not say where its record begins")
+                raise self.incomplete(tensor, "the file does not say where its record begins")
             source, start = self.open_file(storage.file), storage.offset or 0
             if storage.offset is None:
                 # Tensors that share a storage are often read one after the other, and reading on is cheap.
@@ -188,7 +189,7 @@ class ElementReader:
                     source = unpacked
                     self._last = storage.id, source
         width = ITEMSIZE.get(tensor.dtype, 1)
-        swapped = storage.big_endian and _component(tensor.dtype, width) > 1
+        swapped = storage.big_endian and component(tensor.dtype) > 1
         nbytes = itemsize(tensor.dtype, extent)
         return Elements(source, start, view, nbytes, tensor.dtype, width, swapped, tensor.flags)
 
@@ -217,7 +218,8 @@ class ElementReader:
         if tensor.dtype == "unknown" or tensor.offset or scattered or tensor.flags:
             raise self._error(tensor, f"has elements of {tensor.dtype}, which cannot be read one by one")
 
-    def _lost(self, tensor: Tensor, why: str) -> ContentError:
+    def incomplete(self, tensor: Tensor, why: str) -> ContentError:
+        """The error for a tensor whose bytes are not all in the file."""
         fix = "Fetch the file again; its other tensors can be read."
         return ContentError(f"{_incomplete(tensor)}{why}", where=self.checkpoint.path, fix=fix)
 
@@ -359,7 +361,7 @@ class Elements(NamedTuple):
 
     def ends_at(self, position: int) -> str:
         """What to say if the source ends at a position, before the last element."""
-        return f"the file ends {self.offset + self.nbytes - position:,} bytes before they do"
+        return file_ends(self.offset + self.nbytes - position)
 
     def read(self, box: Box, out: memoryview, order: str = "little") -> None:
         """Read the elements of a box of the view into a buffer of their size: in row-major order, as plain numbers."""
@@ -370,7 +372,7 @@ class Elements(NamedTuple):
             width, view = _as_integers(self.itemsize, view)
             gather = _Gather(self.source, self.start, width)
             gather.fill(axes_of(view.shape, view.stride), view.offset, out.cast(FORMATS[width]))
-        width, flags = _component(self.dtype, self.itemsize), self.flags
+        width, flags = component(self.dtype), self.flags
         if self.swapped and (flags or order == "little"):
             swap_bytes(out, width)
         if self.dtype in _COMPLEX:
@@ -415,9 +417,10 @@ def swap_bytes(data: memoryview, width: int) -> None:
             data[at : at + WINDOW] = memoryview(numbers).cast("B")
 
 
-def _component(dtype: str, itemsize: int) -> int:
+def component(dtype: str) -> int:
     """The bytes of one number; a complex element is two numbers."""
-    return itemsize // 2 if dtype in _COMPLEX else itemsize
+    width = ITEMSIZE.get(dtype, 1)
+    return width // 2 if dtype in _COMPLEX else width
 
 
 def _change_sign(data: memoryview, first: int, every: int) -> None:

@@ -77,11 +77,13 @@ class Facts(NamedTuple):
     cached: float | None
     """The fraction of the file that is in the page cache; ``None`` if the system does not say."""
     on_disk: bool = True
-    """Whether all sources are files with a descriptor, which several threads can read in parallel."""
+    """Whether all sources are files with a descriptor, which can be read past the page cache."""
     mappable: bool = False
     """Whether the devices can copy from the page cache."""
     huge: bool = False
     """Whether huge pages are available."""
+    streams: int = 64
+    """How many reads at once the sources can serve."""
 
 
 class Choice(Frozen):
@@ -115,8 +117,8 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     few = facts.cores <= _FEW_CORES and settings.threads is None and settings.pinned is None
     mapped = facts.mappable and warm and few and facts.cuda >= FEW_BYTES and not direct
     lanes = 1
-    if facts.on_disk and (settings.threads is not None or nbytes >= FEW_BYTES):
-        most = MOST_RING if facts.cuda else _MOST_HOST
+    if facts.streams > 1 and (settings.threads is not None or nbytes >= FEW_BYTES):
+        most = min(facts.streams, MOST_RING if facts.cuda else _MOST_HOST)
         lanes = min(most, max(facts.cores, _MOST_DIRECT if direct else 1))
         lanes = lanes if settings.threads is None else settings.threads
         if facts.cuda and settings.pinned is not None:
@@ -259,7 +261,8 @@ def read_ranges(
     files = [File(source) for source in sources]
     cuda = sum(request.nbytes for request in requests if request.device != "cpu")
     host = sum(request.nbytes for request in requests) - cuda
-    facts = Facts(host, cuda, 1, None, all(file.descriptor >= 0 for file in files))
+    streams = min((source.streams for source in sources), default=1)
+    facts = Facts(host, cuda, 1, None, all(file.descriptor >= 0 for file in files), streams=streams)
     if host + cuda >= FEW_BYTES:
         from transload.io.pool import cores
 
@@ -281,7 +284,8 @@ def read_ranges(
             mappable = driver is not None and all(map(driver.can_pin_read_only, numbers))
             facts = facts._replace(mappable=mappable)
     choice = choose(facts, settings)
-    transfer = Transfer(files, requests, address_of, checksums, choice.huge)
+    gap = max((source.gap for source in sources), default=0)
+    transfer = Transfer(files, requests, address_of, checksums, gap, choice.huge)
     try:
         if choice.direct:
             for file in files:
@@ -303,6 +307,7 @@ class Transfer:
     requests: Sequence[ReadRequest]
     address_of: AddressOf
     checksums: Checksums | None
+    gap: int
     huge: bool = False
     addresses: dict[int, int] = field(default_factory=dict)
     """The address of each request, known before a lane takes a job with that request."""
@@ -313,7 +318,7 @@ class Transfer:
     def jobs(self) -> Iterator[Job]:
         """The jobs, each after its memory is allocated."""
         addresses, requests = self.addresses, self.requests
-        for job in jobs(requests):
+        for job in jobs(requests, gap=self.gap):
             known = len(addresses)
             for _, index, _, _ in job.runs:
                 if index not in addresses:

@@ -20,9 +20,6 @@ CELL = 4 << 20
 """Bytes of a cell. Of 2, 4, 8 and 16 MiB, measured on an H200 with 16 cores, 4 and 8 saturate the bus, and 4 takes less
 pinned memory; with 2 the threads wait for one another."""
 
-GAP = 64 << 10
-"""Unrequested bytes that are read to save another system call, which costs about as much as copying this many."""
-
 FEW_BYTES = 16 << 20
 """Fewer bytes than this are read by the calling thread: starting others takes longer."""
 
@@ -75,7 +72,7 @@ class Job:
         """The number of requested bytes."""
 
 
-def jobs(requests: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> Iterator[Job]:
+def jobs(requests: Sequence[ReadRequest], cell: int = CELL, gap: int = Source.gap) -> Iterator[Job]:
     """The jobs that serve all requests, in file order.
 
     >>> for job in jobs([ReadRequest(0, 2, 5), ReadRequest(0, 8, 12)], cell=16):
@@ -103,6 +100,11 @@ def jobs(requests: Sequence[ReadRequest], cell: int = CELL, gap: int = GAP) -> I
             reach = max(reach, at + count)
     if together:
         yield Job(file, device, tuple(together))
+
+
+def file_ends(missing: int) -> str:
+    """What to say of bytes that a file ends before."""
+    return f"the file ends {missing:,} bytes before they do"
 
 
 def can_read_to(kind: str) -> bool:

@@ -30,13 +30,13 @@ TABLE = {
     "half warm": (Facts(GB, 0, 2, 0.5), DEFAULT, Choice(2)),
     "cache state unknown": (Facts(GB, 0, 2, None), DEFAULT, Choice(2)),
     "tiny and cold": (Facts(1000, 0, 2, 0.0), DEFAULT, Choice(1)),
-    "not on disk and cold": (Facts(GB, 0, 2, 0.0, on_disk=False), DEFAULT, Choice(1)),
+    "not on disk and cold": (Facts(GB, 0, 2, 0.0, on_disk=False, streams=1), DEFAULT, Choice(1)),
     # to a device
     "to a device": (Facts(0, GB, 16, 1.0), DEFAULT, Choice(12, ring=True)),
     "to a device with four cores": (Facts(0, GB, 4, 1.0), DEFAULT, Choice(4, ring=True)),
     "tiny to a device": (Facts(0, 1000, 16, 1.0), DEFAULT, Choice(1, ring=True)),
     "cold to a device": (Facts(0, GB, 2, 0.0), DEFAULT, Choice(8, ring=True, direct=True)),
-    "not on disk, to a device": (Facts(0, GB, 16, None, on_disk=False), DEFAULT, Choice(1, ring=True)),
+    "not on disk, to a device": (Facts(0, GB, 16, None, on_disk=False, streams=1), DEFAULT, Choice(1, ring=True)),
     "host and device": (Facts(GB, GB, 16, 1.0, huge=True), DEFAULT, Choice(12, ring=True, huge=True)),
     "little to host and device": (Facts(1000, 1000, 16, 1.0), DEFAULT, Choice(1, ring=True)),
     # copied by the device from mapped pages
@@ -52,7 +52,7 @@ TABLE = {
     "more threads than cores": (Facts(GB, 0, 2, 1.0), Settings(threads=40), Choice(40)),
     "more threads than jobs": (Facts(9 << 20, 0, 2, 1.0), Settings(threads=40), Choice(3)),
     "zero threads": (Facts(GB, 0, 2, 1.0), Settings(threads=0), Choice(1)),
-    "threads, not on disk": (Facts(GB, 0, 2, None, on_disk=False), Settings(threads=8), Choice(1)),
+    "threads, not on disk": (Facts(GB, 0, 2, None, on_disk=False, streams=1), Settings(threads=8), Choice(1)),
     "threads, cold": (Facts(GB, 0, 2, 0.0), Settings(threads=3), Choice(3, direct=True)),
     "threads are set, not mapped": (
         Facts(0, GB, 2, 1.0, mappable=True),
@@ -61,7 +61,7 @@ TABLE = {
     ),
     "direct though warm": (Facts(GB, 0, 2, 1.0), Settings(direct=True), Choice(8, direct=True)),
     "direct though tiny": (Facts(1000, 0, 2, None), Settings(direct=True), Choice(1, direct=True)),
-    "direct, not on disk": (Facts(GB, 0, 2, None, on_disk=False), Settings(direct=True), Choice(1)),
+    "direct, not on disk": (Facts(GB, 0, 2, None, on_disk=False, streams=1), Settings(direct=True), Choice(1)),
     "not direct though cold": (Facts(GB, 0, 2, 0.0), Settings(direct=False), Choice(2)),
     "direct is not mapped": (
         Facts(0, GB, 2, 1.0, mappable=True),

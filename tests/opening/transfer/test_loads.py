@@ -207,7 +207,7 @@ def test_file_truncated_during_load_is_a_broken_file_error(threads: int, saved: 
             os.truncate(path, offset + 5_000_000)
             return super().get(*args)
 
-    with pytest.raises(BrokenFileError, match=r"int.* after 5,000,000 of 12,000,000|last.* after 0 of"):
+    with pytest.raises(BrokenFileError, match=r"int .*ends 7,000,000 bytes|last .*bytes before"):
         transload.load(path, TruncatingMap({"cuda:0": "cpu"}), threads=threads)
 
 

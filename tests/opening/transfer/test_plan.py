@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transload.opening.jobs import CELL, GAP, Job, ReadRequest, jobs
+from transload.io.sources import Source
+from transload.opening.jobs import CELL, Job, ReadRequest, jobs
 
 CELLS = st.sampled_from([1, 2, 7, 16, 64])
 GAPS = st.sampled_from([0, 1, 5, 1000])
@@ -89,9 +90,9 @@ def test_many_small_requests_share_jobs() -> None:
 
 
 def test_requests_farther_apart_than_the_gap_are_separate_jobs() -> None:
-    near, far = ReadRequest(0, 0, 10), ReadRequest(0, 10 + GAP + 1, 10)
+    near, far = ReadRequest(0, 0, 10), ReadRequest(0, 10 + Source.gap + 1, 10)
     assert len(list(jobs([near, far]))) == 2
-    assert len(list(jobs([near, far._replace(offset=10 + GAP)]))) == 1
+    assert len(list(jobs([near, far._replace(offset=10 + Source.gap)]))) == 1
 
 
 def test_neighbouring_requests_for_other_devices_are_separate_jobs() -> None:
