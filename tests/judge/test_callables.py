@@ -19,6 +19,7 @@ from transload.judge.safety import safe_globals_lines
 ROOT = Path(__file__).parent.parent.parent
 
 DANGEROUS = [
+    ("six", "exec_"),
     *(("torch.fx.graph_module", "_exec_with_source"), ("torch.fx.graph_module", "reduce_graph_module")),
     *(("_frozen_importlib", "__import__"), ("_frozen_importlib_external", "FileLoader")),
     *(("torch.ops", "load_library"), ("torch.classes", "load_library"), ("torch._ops", "_Ops.load_library")),
@@ -42,6 +43,8 @@ NOT_ALLOWABLE = [
     *(("numpy", "vectorize"), ("numpy", "frompyfunc"), ("itertools", "starmap"), ("inspect", "getsource")),
     *(("transformers.models.bert.modeling_bert", "load_tf_weights_in_bert"), ("torchvision.models", "get_model")),
     *(("torch.fx.graph_module", "reduce_package_graph_module"), ("torch.jit._script", "unpackage_script_module")),
+    *(("backports.tarfile", "bltn_open"), ("somepkg.compat", "my_exec"), ("somepkg", "safe_eval")),
+    *(("somepkg", "_os_system"), ("somepkg", "Tools.open"), ("six", "get_unbound_function")),
     *(("timm", "create_model"), ("transformers.dynamic_module_utils", "get_class_from_dynamic_module")),
 ]
 ALLOWABLE = [
@@ -101,6 +104,14 @@ def test_name_that_cannot_be_allowed_is_unknown_and_the_fix_says_so(module: str,
 def test_safe_globals_lines_exist_for_names_that_models_use(module: str, name: str) -> None:
     assert classify(module, name)[0] in ("unknown", "harmless")
     assert safe_globals_lines([GlobalUse(module, name, "unknown", "")])
+
+
+def test_lines_say_which_function_of_an_unknown_package_they_trust() -> None:
+    uses = [GlobalUse("nets", name, "unknown", "") for name in ("Block", "make_block")]
+    assert [line for line in safe_globals_lines(uses) if line.startswith("#")] == [
+        "# This trusts code that transload does not know, with any arguments: nets.make_block"
+    ]
+    assert not any(line.startswith("#") for line in safe_globals_lines(uses[:1]))
 
 
 # Checks the modules that `import torch` imports, and some with many functions.

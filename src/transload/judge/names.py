@@ -45,6 +45,7 @@ RECORDS = _TABLES["records"]
 _HARMLESS = PLAIN_VALUES | _TABLES["harmless"] | RECORDS
 _LIBRARIES = _TABLES["libraries"] | _TABLES["model libraries"]
 _VERBS, _CLASSES, _COMPUTES = (tuple(_TABLES[title]) for title in ("verbs", "classes", "computes"))
+_ENDS = _TABLES["dangerous words"].keys()
 _STDLIB_TESTS = tuple(
     f"test.{name}" for name in ("support", "libregrtest", "regrtest", "test_", "_test", "autotest", "pythoninfo")
 )
@@ -105,7 +106,8 @@ def can_be_allowed(module: str, name: str) -> bool:
     """Whether to print a line that makes ``torch.load`` accept a name.
 
     Not for dangerous names, names that are reached through something other than a class, and functions of libraries; in
-    the standard library, torch and numpy, only for names that are known to be data or part of a model.
+    the standard library, torch and numpy, only for names that are known to be data or part of a model. Packages have
+    functions of the standard library under names of their own: ``six.exec_`` is ``exec``.
 
     >>> can_be_allowed("torch.nn.modules.linear", "Linear"), can_be_allowed("torch.hub", "load")
     (True, False)
@@ -120,7 +122,17 @@ def can_be_allowed(module: str, name: str) -> bool:
     if module.partition(".")[0] in _LIBRARIES:
         last = name.rpartition(".")[2]
         return _is_class(last) or last[1:2].isupper() or _is_part(module, name)  # xLSTMBlock
-    return True
+    return not may_be_function(module, name) or _ENDS.isdisjoint(name.rpartition(".")[2].lower().split("_"))
+
+
+def may_be_function(module: str, name: str) -> bool:
+    """Whether a name of a package that is not known is not written like that of a class.
+
+    >>> may_be_function("nets.blocks", "make"), may_be_function("nets.blocks", "Block"), may_be_function("math", "cos")
+    (True, False, False)
+    """
+    known = _is_core(module) or module.partition(".")[0] in _LIBRARIES
+    return not known and not _is_class(name.rpartition(".")[2])
 
 
 def _is_core(module: str) -> bool:
