@@ -26,7 +26,8 @@ from tests.loading.equal import assert_same
 from tests.release import needs_torch
 
 import transload
-from transload.formats.arrays import NUMPY_CALLS
+from transload.formats.arrays import NUMPY_CALLS, dtype_of
+from transload.formats.pickle_machine import run
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT
 from transload.loading.rebuild_tensors import VALUES, value_of
 
@@ -49,6 +50,13 @@ ARRAYS: dict[str, Any] = {
     "integer": np.int64(7),
     "boolean": np.bool_(1),
     "dtype": np.dtype("<f8"),
+    "dates": np.array(["2020-01-01", "NaT"], dtype="M8[D]"),
+    "big-endian dates": np.arange(6).astype(">M8[ns]").reshape(2, 3).T,
+    "spans of time": np.arange(2).astype("m8[5s]"),
+    "spans without a unit": np.arange(2).astype("m8"),
+    "date": np.datetime64("2020-01-01T00:00:01.5"),
+    "span": np.timedelta64(3, "h"),
+    "dtype of dates": np.dtype("M8[ms]"),
     "random state": np.random.RandomState(3).get_state(),
     "same array twice": [np.arange(3)] * 2,
 }
@@ -81,7 +89,7 @@ REFUSED: dict[str, Any] = {
     "objects": np.array([1, None], dtype=object),
     "structured": np.zeros(2, dtype=[("a", "f4")]),
     "masked": np.ma.array([1]),
-    "dates": np.array(["2020-01-01"], dtype="M8[D]"),
+    "a generator": np.random.default_rng(1),
     "a record": np.zeros(2, dtype=[("a", "f4")]).view(np.recarray),
 }
 
@@ -126,6 +134,24 @@ def test_arrays_that_may_contain_more_than_data_are_refused(name: str) -> None:
     for protocol in (2, 4, 5):
         with pytest.raises(transload.UnsafeError):
             transload.load(saved(REFUSED[name], protocol))
+
+
+def test_dates_with_other_metadata_than_numpy_writes_are_refused() -> None:
+    def is_plain(code: str, unit: bytes) -> bool:
+        state = forge.tuple_of(4, "<", None, None, None, -1, -1, 0, unit)
+        dtype = dtype_of(run(forge.call(forge.name("numpy", "dtype"), code, False, True) + state + b"b.").root)
+        return dtype is not None and dtype.plain
+
+    day = forge.tuple_of("D", 1, 1, 1)
+    assert is_plain("M8", forge.tuple_of(None, day))
+    for unit in (
+        *(day, b"N", b"}", forge.tuple_of(None, "D"), forge.tuple_of(forge.dictionary({"a": 1}), day)),
+        *(forge.tuple_of(None, forge.tuple_of(name, 1, 1, 1)) for name in ("Q", "D]", "", 3, forge.DANGEROUS)),
+        *(forge.tuple_of(None, forge.tuple_of("D", *rest)) for rest in ((0, 1, 1), (1, 2, 1), (1 << 40, 1, 1), (1, 1))),
+        *(forge.tuple_of(None, forge.tuple_of("D", forge.DANGEROUS, 1, 1)), forge.tuple_of(forge.DANGEROUS, day)),
+    ):
+        assert not is_plain("M8", unit), unit
+    assert not is_plain("f8", forge.tuple_of(None, day))
 
 
 def test_check_accepts_random_states(tmp_path: pathlib.Path) -> None:

@@ -29,7 +29,7 @@ from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
-from transload.nodes import Call, Pickle, called, dotted
+from transload.nodes import Call, Dict, Pickle, called, dotted
 
 _CORES = ("numpy._core", "numpy.core")
 _RECONSTRUCT = frozenset({f"{core}.multiarray._reconstruct" for core in _CORES})
@@ -40,6 +40,7 @@ NUMPY_CALLS = frozenset({"numpy.dtype", *_RECONSTRUCT, *_FROM_BUFFER, *NUMPY_SCA
 
 _CODE = re.compile(r"[biufcmMOSUV][0-9]{1,9}", re.ASCII)
 _PLAIN_CODE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SUV][0-9]+", re.ASCII)
+_UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
 _ENDIANS = ("<", ">", "|", "=")
 _OBJECTS = 1  # a flag of a dtype: its elements are references
 _MAX_DIMENSIONS = 64
@@ -48,7 +49,10 @@ _BYTES = frozenset({"builtins.bytes", "__builtin__.bytes"})
 
 
 class Dtype(NamedTuple):
-    """A dtype: ``code`` is its kind and size (``f8``). A ``plain`` one has no fields, shape, unit or objects."""
+    """A dtype: ``code`` is its kind and size (``f8``). A ``plain`` one has no fields, shape or objects.
+
+    The code of dates and spans of time ends in their unit (``M8[5s]``).
+    """
 
     code: str
     big_endian: bool
@@ -87,8 +91,22 @@ def dtype_of(node: Any) -> Dtype | None:
     if type(flags) is not int or size not in sizes or state[1] not in _ENDIANS:
         return None
     objects = bool(flags & _OBJECTS)
-    plain = not any(state[2:5]) and not any(state[8:]) and not objects and _PLAIN_CODE.fullmatch(code) is not None
+    plain = not any(state[2:5]) and not objects
+    if code in ("M8", "m8"):
+        unit = _unit(state[8]) if len(state) == 9 else ""
+        code, plain = f"{code}[{unit}]" if unit else code, plain and bool(unit)
+    else:
+        plain = plain and not any(state[8:]) and _PLAIN_CODE.fullmatch(code) is not None
     return Dtype(code, state[1] == ">", itemsize, plain, objects)
+
+
+def _unit(metadata: Any) -> str:
+    """The unit of dates and spans of time, ``5s``; empty for metadata that numpy does not write for them."""
+    match metadata:
+        case None | Dict(items=[]), (unit, int(count), 1, 1) if 0 < count < 1 << 31:
+            name = (raw_bytes(unit) or b"").decode("ascii", "replace")
+            return f"{count}{name}" if name in _UNITS else name if (name, count) == ("generic", 1) else ""
+    return ""
 
 
 def are_plain(pickles: Iterable[Pickle]) -> bool:
