@@ -35,6 +35,7 @@ FACTS = {
     "geometry",
     "machine",
     "nodes",
+    "steps",
 }
 FRONTS = {"__init__", "__main__", "cli"}
 _FILES = {"io", "formats", "judge", "opening"}

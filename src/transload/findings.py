@@ -52,7 +52,10 @@ class Problems(list[Problem]):
 
 
 class Finding(Plain):
-    """Something worth reporting: what it is, the evidence, and what to do.
+    """Something worth reporting: what it is, the evidence, what to do, and where in a file it is.
+
+    Commands in ``fix`` begin with ``$ ``, and lines to copy into a file or a program with ``| ``. Each of ``places`` is
+    a record, a byte or a key, outermost first: ``"data.pkl › byte 1234"``.
 
     >>> Finding("cuda-tags", "note", "tensors are tagged cuda:0", fix=("pass map_location",)).code
     'cuda-tags'
@@ -63,6 +66,7 @@ class Finding(Plain):
     title: str
     evidence: tuple[str, ...] = ()
     fix: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
 
     @property
     def doc(self) -> str:
@@ -72,8 +76,10 @@ class Finding(Plain):
         return f"docs/findings.md#{self.code}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {**super().to_dict(), "doc": self.doc}
+        """Plain data for JSON, where the evidence names the places."""
+        fields = super().to_dict()
+        del fields["places"]
+        return {**fields, "doc": self.doc}
 
 
 # A hostile index can have a million wrong entries; a person needs a few of each kind and the count.

@@ -15,7 +15,7 @@ from tests.each import each
 import transload
 from transload.checkpoint import Checkpoint
 from transload.cli.main import main
-from transload.judge.problems import CONVERT, RESCUE, rules
+from transload.judge.problems import rules
 
 DATA = Path(__file__).parent.parent / "data"
 MODULE_FILE = DATA / "h200" / "whole_custom_module_cuda0.pt"
@@ -99,7 +99,7 @@ def test_rescue_command_saves_remaining_tensors_of_a_sharded_checkpoint(name: st
 
 
 def test_rescue_command_for_bytes_has_no_file_name() -> None:
-    assert commands(transload.inspect(forge.checkpoint()[:-30])) == [RESCUE]
+    assert commands(transload.inspect(forge.checkpoint()[:-30])) == ["$ transload rescue FILE NEW.pt"]
 
 
 @pytest.mark.parametrize("size", [300, 1200])
@@ -216,10 +216,25 @@ def test_no_convert_command_without_tensors() -> None:
     assert not commands(checkpoint)
 
 
+# -- places
+
+
+def test_finding_keeps_the_places_of_its_problems_which_json_has_as_evidence(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    storage = transload.inspect(path).storages[3]
+    data[storage.offset or 0] ^= 4
+    (finding,) = (
+        found for found in transload.inspect(bytes(data), verify=True).findings if found.code == "crc-mismatch"
+    )
+    assert finding.places == (storage.record,)
+    assert finding.evidence[0].startswith(f"{storage.record}: ")
+    assert "places" not in finding.to_dict()
+
+
 # -- table of rules
 
 
-@each("code", [code for code, rule in rules().items() if {RESCUE, CONVERT} & set(rule.fix)])
+@each("code", [code for code, rule in rules().items() if any("FILE" in line for line in rule.fix)])
 def test_every_command_in_the_rules_follows_a_sentence(code: str) -> None:
     fix = rules()[code].fix
     for index, line in enumerate(fix):

@@ -46,6 +46,7 @@ def print_error(error: TransloadError) -> None:
     """Print one of our errors to stderr: where and what, and below it what to do, with commands indented."""
     from transload.render.lines import Prose, emit, style_of
     from transload.render.words import path_text, printable
+    from transload.steps import step_of
 
     if sys.stderr is None:
         return
@@ -53,7 +54,7 @@ def print_error(error: TransloadError) -> None:
     where = f"{path_text(error.where, None)}: " if error.where else ""
     blocks = [Prose(f"transload: {where}{printable(error.what, None)}", whole=piped)]
     for line in error.fix.split("\n") if error.fix else ():
-        command = line.startswith("$ ")
+        command = step_of(line).kind == "command"
         blocks.append(Prose(printable(line, None), lead="    " if command else "  ", whole=command or piped))
     emit(blocks, sys.stderr)
 

@@ -15,6 +15,7 @@ from transload.diagnose.tables import Chip, chip_of, numbers_of, result, title
 from transload.findings import Finding, Severity
 from transload.machine import Accelerator, Experiment, Library, Machine, Node, PciDevice, Step
 from transload.render.words import plural
+from transload.steps import steps_of
 
 Lines = tuple[str, ...]
 
@@ -46,15 +47,15 @@ LAYERS = {
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
-    The lines of ``fix`` are commands, which begin with ``$ ``, lines for a file, which begin with ``| ``, sentences, or
-    a title that replaces the rule's, which begins with ``= ``. ``None`` means the section of ``steps.md`` with the
-    rule's code. ``likely`` means that the evidence suggests the cause but does not prove it.
+    ``fix`` is that of the finding; ``None`` means the section of ``steps.md`` with the rule's code. ``likely`` means
+    that the evidence suggests the cause but does not prove it. ``title`` replaces that of the rule, if it is not empty.
     """
 
     evidence: Lines
     fix: Lines | None = None
     severity: Severity = "error"
     likely: bool = False
+    title: str = ""
 
 
 Found = Iterator[tuple[str, Match]]
@@ -79,12 +80,12 @@ class Rule(NamedTuple):
         match = case.matches_of(self.check).get(self.code) if self.check else None
         if match is None:
             return None
-        steps = case.steps(self.code) if match.fix is None else match.fix
-        evidence, fix = (tuple(filter(None, lines)) for lines in (match.evidence, steps))
-        name = next((line.removeprefix("= ") for line in fix if line.startswith("= ")), "") or title(self.code)
+        steps = steps_of(filter(None, case.steps(self.code) if match.fix is None else match.fix))
+        titles = [match.title, *(step.text for step in steps if step.kind == "title"), title(self.code)]
         likely = "probably: " if self.likely or match.likely else ""
-        fix = tuple(line for line in fix if not line.startswith("= "))
-        return Finding(self.code, match.severity, f"{likely}{name}", evidence, fix)
+        evidence = tuple(filter(None, match.evidence))
+        fix = tuple(line for step in steps if step.kind != "title" for line in step.lines)
+        return Finding(self.code, match.severity, f"{likely}{next(filter(None, titles))}", evidence, fix)
 
 
 # Causes that the facts of a machine cannot show.

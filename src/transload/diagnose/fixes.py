@@ -14,6 +14,7 @@ from shlex import quote
 
 from transload.diagnose import elf, tables
 from transload.machine import Machine
+from transload.steps import step_of
 
 Lines = tuple[str, ...]
 _LINE = re.compile(r"(?:\[(?P<condition>[\w.]+)\] )?(?P<prompt>(?:host)?#(?: |$))?(?P<text>.*)")
@@ -93,7 +94,7 @@ def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> 
     """Write lines into a file that belongs to root, perhaps on the host of a container."""
     text = " ".join(map(quote, lines))
     write = f"echo {text}" if len(lines) == 1 else f"printf '%s\\n' {text}"
-    return f"$ {write} | {sudo(machine, f'tee {file}', host=host).removeprefix('$ ')}"
+    return f"$ {write} | {step_of(sudo(machine, f'tee {file}', host=host)).text}"
 
 
 def reload_module(machine: Machine, module: str = "nvidia") -> Lines:

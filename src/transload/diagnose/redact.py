@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from transload.diagnose.host import Host
 from transload.frozen import Frozen
 from transload.machine import Machine
+from transload.steps import step_of
 
 T = TypeVar("T")  # a Diagnosis or a Machine
 
@@ -184,9 +185,10 @@ class _Redactor:
         """A text without names, except in a fix, which must still work."""
         if field != "fix":
             return self.text(text, field)
-        if text.startswith("| "):  # goes into a file, where no shell expands it
+        kind = step_of(text).kind
+        if kind == "copy":  # goes into a file, where no shell expands it
             return text
-        return self._command(text) if text.startswith("$ ") else self.home.sub("~", text)
+        return self._command(text) if kind == "command" else self.home.sub("~", text)
 
     def text(self, text: str, field: str) -> str:
         """A text without names. In a command the user's home becomes what a shell calls it, ``~`` or ``$HOME``."""
@@ -195,7 +197,7 @@ class _Redactor:
         if field.endswith(("_HOST", "_ADDR", "_IP")):
             text = re.sub(rf"\A{_IPV4}\Z", "192.0.2.1", text)
             text = "2001:db8::1" if _IPV6.fullmatch(text) else text
-        if text.startswith("$ "):
+        if step_of(text).kind == "command":
             text = self._command(text)
         text = _HOME.sub(lambda match: self.others.get(match[0], match[0]), self.home.sub("~", text))
         text = self._ids(text, field)

@@ -17,8 +17,9 @@ from transload.diagnose.tables import chip_of, cuda_text, parts, result, shown_v
 from transload.findings import Finding
 from transload.frozen import Plain
 from transload.machine import ChildAnswer, Machine, TorchInstall, Unknown
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, command, heading, note
+from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, copied, heading, note
 from transload.render.words import plural, printable
+from transload.steps import steps_of
 
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
 State = Literal["ok", "broken", "idle", "unknown"]
@@ -236,9 +237,8 @@ def _titled(finding: Finding) -> Line:
 
 def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
     """The lines of a fix."""
-    for line in fix:
-        copied = line.startswith(("$ ", "| "))
-        yield command(line, indent) if copied else Prose(printable(line, None), lead=indent)
+    for step in steps_of(fix):
+        yield copied(step, indent) if step.copied else Prose(printable(step.text, None), lead=indent)
 
 
 def _links(diagnosis: Diagnosis) -> Iterator[Block]:

@@ -24,6 +24,7 @@ from transload.explaining.matching import ErrorMatch, Near, beginning, named, ne
 from transload.frozen import Plain, Reported, replace
 from transload.render.lines import BLANK, Block, Prose, as_text, note
 from transload.render.words import plural, printable
+from transload.steps import step_of
 
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
@@ -487,8 +488,9 @@ def report(explanation: Explanation) -> Iterator[Block]:
 def _steps(fix: Sequence[str]) -> Iterator[Block]:
     """Sentences with an arrow; commands and Python on their own lines, never folded, to be copied."""
     for line in fix:
-        if line.startswith(("$ ", "| ")):
-            yield Prose(printable(line.removeprefix("| "), None), lead="      ", whole=True)
+        step = step_of(line)
+        if step.copied:
+            yield Prose(printable(line if step.kind == "command" else step.text, None), lead="      ", whole=True)
         else:
             yield Prose(printable(line, None), lead=(("  → ", "good"),))
 
@@ -509,7 +511,7 @@ def remaining_steps(answer: Answer) -> tuple[str, ...]:
     shown = (*machine, *(answer.file.fix if answer.file and not answer.file.ok else ()))
     groups: list[list[str]] = []  # each sentence with the commands and the Python below it
     for line in answer.fix:
-        if groups and line.startswith(("$ ", "| ")):
+        if groups and step_of(line).copied:
             groups[-1].append(line)
         else:
             groups.append([line])

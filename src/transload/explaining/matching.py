@@ -37,6 +37,7 @@ from transload.explaining.hooks import WITHOUT_BLANKS
 from transload.explaining.logs import ErrorChain, FlatText, Line, RaisedError
 from transload.findings import packaged
 from transload.frozen import Plain
+from transload.steps import listed
 
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
@@ -228,11 +229,7 @@ def _section(text: str) -> dict[str, Any]:
     says: list[Wording] = []
     for block in blocks:
         if block.startswith("- "):
-            fix = block[2:].replace("\n  ", " ").split("\n- ")
-            for index, step in enumerate(fix):
-                if step[0] == step[-1] == "`":
-                    fix[index] = step[1:-1] if step.startswith("`$ ") else f"| {step[1:-1]}"
-            fields["fix"] = tuple(fix)
+            fields["fix"] = listed(block)
             continue
         if not block.startswith("    "):
             wrong = block.startswith("Wrong: ")

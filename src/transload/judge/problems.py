@@ -25,8 +25,6 @@ from transload.findings import (
 )
 from transload.frozen import NamedTuple, replace
 
-RESCUE = "$ transload rescue FILE NEW.pt"
-CONVERT = "$ transload convert FILE NEW.safetensors"
 WITHOUT_CODE = "This extracts only its tensors, without its code, so that no trust is needed."
 """Precedes the ``convert`` command."""
 
@@ -55,8 +53,8 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         new: list[str] = []
         lines = iter(zip(fix, (*fix[1:], ""), strict=False))
         for line, following in lines:
-            if following in _COMMANDS:
-                command = _COMMANDS[following](checkpoint)
+            if template := _TEMPLATE.match(following):
+                command = _COMMANDS[template[1]](checkpoint)
                 next(lines)
                 new += [line, command] if command and command not in given else []
                 given.add(command)
@@ -70,9 +68,11 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
 def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
     """The first command in the findings, with the sentence before it."""
+    from transload.steps import step_of
+
     for finding in findings:
         for at, line in enumerate(finding.fix):
-            if line.startswith("$ "):
+            if step_of(line).kind == "command":
                 return finding.fix[max(0, at - 1) : at + 1]
     return ()
 
@@ -97,18 +97,19 @@ def _rescue(checkpoint: Checkpoint) -> str:
 def _convert(checkpoint: Checkpoint) -> str:
     """The command that converts into a file of the same name, with another suffix."""
     if not is_named(checkpoint.path):
-        return CONVERT
+        return "$ transload convert FILE NEW.safetensors"
     stem, ending = os.path.splitext(checkpoint.path.rstrip("/"))
     new = "NEW.safetensors" if ending == ".safetensors" else f"{stem}.safetensors"
     return f"$ transload convert {quoted(checkpoint.path)} {quoted(new)}"
 
 
-_COMMANDS: dict[str, Callable[[Checkpoint], str]] = {RESCUE: _rescue, CONVERT: _convert}
+# The commands of docs/findings.md, and who fills in the name of the file.
+_TEMPLATE = re.compile(r"\$ transload (rescue|convert) FILE ")
+_COMMANDS: dict[str, Callable[[Checkpoint], str]] = {"rescue": _rescue, "convert": _convert}
 
 # The sections of docs/findings.md.
-_HEAD = re.compile(r"(?P<code>.+)\n\n\*(?P<severity>\w+)\*: (?P<title>.+)\.\n")
+_HEAD = re.compile(r"\n\*(?P<severity>\w+)\*: (?P<title>.+)\.\n")
 _EFFECT = re.compile(r"(safety|integrity) at best `([\w-]+)`")
-_STEP = re.compile(r"^- (.+)$", re.MULTILINE)
 _SHOWN = 10
 
 
@@ -129,16 +130,17 @@ def rules() -> dict[str, ProblemRule]:
     >>> rules()["zip-shifted"].safety, rules()["zip-shifted"].severity
     ('dangerous', 'error')
     """
+    from transload.steps import listed, sections
+
     found: dict[str, ProblemRule] = {}
-    for section in manual_page("findings").split("\n## ")[1:]:
-        head = _HEAD.match(section)
+    for code, text in sections(manual_page("findings")):
+        head = _HEAD.match(text)
         if head is None:
-            raise ValueError(section)  # a mistake in the page
-        # The page shows commands as code. ``with_commands`` replaces FILE in them.
-        steps = [f"$ {step[1:-1]}" if step.startswith("`transload ") else step for step in _STEP.findall(section)]
-        effects: dict[str, Any] = dict(_EFFECT.findall(section))
+            raise ValueError(text)  # a mistake in the page
+        fix = next((listed(block) for block in text.strip().split("\n\n") if block.startswith("- ")), ())
+        effects: dict[str, Any] = dict(_EFFECT.findall(text))
         severity: Any = head["severity"]
-        found[head["code"]] = ProblemRule(head["title"], severity, fix=tuple(steps), **effects)
+        found[code] = ProblemRule(head["title"], severity, fix=fix, **effects)
     return found
 
 
@@ -171,7 +173,8 @@ def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, tuple[Finding
         if len(group) > _SHOWN:
             evidence.append(f"… and {len(group) - _SHOWN} more")
         title, fix = group[0].title or rules[code].title, group[0].fix or rules[code].fix
-        findings.append(Finding(code, rules[code].severity, title, tuple(evidence), fix))
+        places = tuple(dict.fromkeys(problem.where for problem in group if problem.where))
+        findings.append(Finding(code, rules[code].severity, title, tuple(evidence), fix, places))
     return worst_safety(*(rule.safety for rule in rules.values())), tuple(findings)
 
 
@@ -226,10 +229,12 @@ def _refusal(kind: type[TransloadError], checkpoint: Checkpoint, codes: set[str]
 
     Its advice includes the first command for the file, which may be in another finding.
     """
+    from transload.steps import has_command
+
     errors = tuple(finding for finding in checkpoint.findings if finding.severity == "error")
     finding = [*(finding for finding in checkpoint.findings if finding.code in codes), *errors][0]
     fix = finding.fix
-    if not any(line.startswith("$ ") for line in fix):
+    if not has_command(fix):
         first = fix or next((error.fix for error in errors if error.fix), ())
         fix = tuple(dict.fromkeys((*first, *command_lines(errors))))
     return kind(sentence_of(finding), where=checkpoint.path, fix="\n".join(fix))

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from transload.checkpoint import Checkpoint, Origin
 from transload.findings import Safety, rescue_command
 from transload.nodes import Call, Dict, Global
+from transload.steps import step_of
 
 # A trace of the writer: the first and last release that leave it, and what it is. An empty bound is open.
 _Clue = tuple[str, str, str]
@@ -205,7 +206,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if checkpoint.format == "gguf" and unreadable:
         return "fails, and so does transload.load: the file is damaged"
     if checkpoint.format == "torch-directory":
-        return f"fails on a directory: {rescue_command(checkpoint.path).removeprefix('$ ')} packs it into a file"
+        return f"fails on a directory: {step_of(rescue_command(checkpoint.path)).text} packs it into a file"
     if checkpoint.format in _OTHER_LOADER:
         return _OTHER_LOADER[checkpoint.format]
     if checkpoint.path.endswith(".safetensors"):

@@ -12,8 +12,9 @@ from transload.contents import FORMATS, Contents, Key, Tensor
 from transload.findings import SEVERITIES, Finding, join_names
 from transload.frozen import NamedTuple
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, command, heading, note, tally
+from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, copied, heading, note, tally
 from transload.render.words import count, cut, path_text, plural, printable, shape_text, size
+from transload.steps import steps_of
 
 # Verdict → (role, reason). The verdict itself is shown as in the JSON and the manual, so that it can be searched for.
 SAFETY: dict[str, tuple[str, str]] = {
@@ -250,32 +251,17 @@ def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
             more = f"… and {len(finding.evidence) - _EVIDENCE:,} more"
             blocks.append(Prose(((more, "dim"),), lead=_INDENT))
         arrow = (("  → ", "good"),)
-        for step in steps(finding.fix):
-            if step[0].startswith(("$ ", "| ")):
-                blocks.append(command(step[0], _INDENT))
-            elif len(step) == 1:
-                blocks.append(Prose(printable(step[0], None), lead=arrow))
+        for step in steps_of(finding.fix):
+            if step.copied:
+                blocks.append(copied(step, _INDENT))
+            elif len(step.lines) == 1:
+                blocks.append(Prose(printable(step.text, None), lead=arrow))
             else:  # code to paste: at the margin and never folded, since both matter to Python
-                lines = [Prose(printable(line, None).replace(" ", GLUE)) for line in step]
+                lines = [Prose(printable(line, None).replace(" ", GLUE)) for line in step.lines]
                 blocks += [Prose(TRUSTED, lead=arrow), BLANK, *lines, BLANK]
         yield blocks
     if len(order) > _FINDINGS:
         yield [note(f"{len(order) - _FINDINGS:,} further findings; --json lists all of them")]
-
-
-def steps(fix: Iterable[str]) -> list[list[str]]:
-    """What to do, step by step: a sentence, a command, or consecutive lines of code.
-
-    >>> steps(["Ask who made it.", "import torch", "torch.load(path)"])
-    [['Ask who made it.'], ['import torch', 'torch.load(path)']]
-    """
-    out: list[list[str]] = []
-    for line in fix:
-        if out and out[-1][0].startswith("import ") and not line.startswith("$ ") and not line.endswith("."):
-            out[-1].append(line)
-        else:
-            out.append([line])
-    return out
 
 
 def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:

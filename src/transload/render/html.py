@@ -7,8 +7,9 @@ from html import escape
 
 from transload.contents import Contents
 from transload.findings import SEVERITIES, packaged
-from transload.render.checkpoint import SEVERITY, TRUSTED, Twig, steps, summary, summary_lines, tensor_tree
+from transload.render.checkpoint import SEVERITY, TRUSTED, Twig, summary, summary_lines, tensor_tree
 from transload.render.words import count, plural, printable, shape_text, size
+from transload.steps import steps_of
 
 MAX_TWIGS = 600
 """Lines of the tensor tree in the page: a notebook is saved with its output, and must still open."""
@@ -52,9 +53,9 @@ def fragment(checkpoint: Contents) -> Iterator[str]:
         yield f'<div class="tl-finding tl-{SEVERITY[finding.severity][0]}"><div>{title}</div>'
         yield from (f"<div>{_safe(text, 400)}</div>" for text in finding.evidence[:_EVIDENCE])
         yield _more(len(finding.evidence) - _EVIDENCE)
-        for step in steps(finding.fix):
-            lines = "\n".join(_safe(text, None) for text in step)
-            lead = f"{TRUSTED}\n" if len(step) > 1 else ""
+        for step in steps_of(finding.fix):
+            lines = "\n".join(_safe(text, None) for text in step.lines)
+            lead = f"{TRUSTED}\n" if len(step.lines) > 1 else ""
             yield f'<div class="tl-fix">{lead}{lines}</div>'
         yield "</div>"
     yield _more(len(order) - _FINDINGS, "{:,} further findings are not shown")

@@ -18,6 +18,7 @@ from unicodedata import category, east_asian_width
 
 from transload.frozen import NamedTuple
 from transload.render.words import plural, printable
+from transload.steps import Step
 
 Span = tuple[str, str]
 """Text and its role: ``""``, ``strong``, ``dim``, or a verdict: ``good``, ``trust``, ``bad``."""
@@ -174,10 +175,10 @@ def row(label: str, words: str, role: str = "") -> Block:
     return Prose(((words, role),), lead=((f"  {label:<12}", "dim"),))
 
 
-def command(line: str, indent: str) -> Block:
+def copied(step: Step, indent: str) -> Block:
     """A command, ``$ pip list``, or a line for a file, ``| a=b``. They are never folded, so that they can be copied."""
-    text = printable(line[2:], None)
-    return Prose(((text, "strong" if line[0] == "$" else ""),), lead=((indent, ""), (line[:2], "dim")), whole=True)
+    text, mark = printable(step.text, None), step.lines[0][:2]
+    return Prose(((text, "strong" if step.kind == "command" else ""),), lead=((indent, ""), (mark, "dim")), whole=True)
 
 
 def emit(blocks: Iterable[Block], stream: TextIO, colour: str = "auto") -> None:

@@ -41,6 +41,7 @@ from transload.opening.elements import Allowance, ElementReader, FileRange
 from transload.render.checkpoint import INTEGRITY, findings
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import count, path_text, plural, printable, size
+from transload.steps import has_command
 
 __all__ = ["Damage", "Difference", "TensorSum", "Verification", "read_manifest", "refuse_target", "report", "several"]
 __all__ += ["verify", "write_manifest", "written"]
@@ -649,7 +650,7 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
         yield BLANK
         yield from next(findings([replace(finding, evidence=rest)]))
     # Suggest a rescue if it can help and no finding has suggested it.
-    suggested = any(line.startswith("$ ") for finding in verification.findings for line in finding.fix)
+    suggested = any(has_command(finding.fix) for finding in verification.findings)
     useless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
     rescuable = verification.integrity in ("damaged", "repairable") and verification.format in RESCUED
     if rescuable and not suggested and not useless:

@@ -363,8 +363,8 @@ def wrong_library(m: Case) -> Found:
             fix = (*drop, *fix) if lib else fix
         yield "U13", Match((line, problem, m.driver_result_line, m.works_without_line, better), fix)
     elif lib and freed and lib.via == "LD_LIBRARY_PATH" and not (stub or compat):
-        title = "= another libcuda.so.1 is loaded instead of the driver's"
-        yield "U13", Match((line, m.driver_result_line, m.works_without_line), (title, *drop))
+        title = "another libcuda.so.1 is loaded instead of the driver's"
+        yield "U13", Match((line, m.driver_result_line, m.works_without_line), drop, title=title)
 
 
 @rules("libraries", "U05", "U06", "U07")
@@ -381,8 +381,8 @@ def not_found(m: Case) -> Found:
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
     if m.cuda_works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
         missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
-        fix = ("= the driver's NVML library is not installed", *_packages(m))
-        yield "U06", Match((missing, "CUDA works"), fix, "note")
+        title = "the driver's NVML library is not installed"
+        yield "U06", Match((missing, "CUDA works"), _packages(m), "note", title=title)
     if not m.no_libcuda or not m.driver_broken or m.no_gpu or m.surroundings.wsl or m.withheld:
         return
     on_disk = (lib for lib in m.driver.libraries.cuda or () if lib.via == "disk" and lib.kind == "driver")
@@ -392,9 +392,9 @@ def not_found(m: Case) -> Found:
         fix = _search(m, dirname(lib.path), "nvidia.conf")
         yield "U05", Match((unsearched, m.driver_result_line), fix, likely=m.torch_not_run)
     elif m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
-        title = "" if m.driver.libraries.nvml else "= the driver's libraries are not installed"
+        title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"
         loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
-        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_result_line), (title, *_packages(m)))
+        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_result_line), _packages(m), title=title)
 
 
 def _packages(m: Case, *, again: bool = False) -> Lines:
@@ -584,8 +584,8 @@ def unexplained(m: Case) -> Found:
         return
     meaning = result("cuda", m.driver_result).text
     title = {
-        "crashed": "= the CUDA driver's library crashes, for an unknown reason",
-        "no-library": "= libcuda.so.1 is not found, for an unknown reason",
+        "crashed": "the CUDA driver's library crashes, for an unknown reason",
+        "no-library": "libcuda.so.1 is not found, for an unknown reason",
     }.get(state, "")
     crashed = lib if state == "crashed" else None
     needed = (m.nodes.at(CONTROL), m.nodes.at(UVM), *m.card_nodes)
@@ -609,4 +609,4 @@ def unexplained(m: Case) -> Found:
         fix = m.steps("X08 library", drop=_drop_library(m, crashed))
     else:
         fix = m.steps("X08 wsl" if m.surroundings.wsl else "X08")
-    yield "X08", Match(evidence, (title, *fix))
+    yield "X08", Match(evidence, fix, title=title)

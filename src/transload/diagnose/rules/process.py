@@ -249,8 +249,8 @@ def faulty_node(m: Case) -> Found:
             fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors))
         else:
             fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
-        title = f"= {node.path} points to the wrong device"
-        yield "D02", Match((line, what, *answers), (title, *fix), likely=not wrong)
+        title = f"{node.path} points to the wrong device"
+        yield "D02", Match((line, what, *answers), fix, likely=not wrong, title=title)
 
     if node.error == "EPERM" and not wrong:
         allowed = f"the devices cgroup allows: {', '.join(m.nodes.cgroup[:4])}" if m.nodes.cgroup else ""
@@ -435,8 +435,8 @@ def hidden_gpus(m: Case) -> Found:
             rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
             severity: Severity = "warning" if rest.count > 0 else "note"  # a warning if that hides a GPU
             left = f"{seen.count} of {len(gpus)} GPUs are visible"
-            cut = f"= {CVD} is cut off at {seen.token!r}"
-            yield code, Match((*evidence, left), (cut, *correct), severity)
+            title = f"{CVD} is cut off at {seen.token!r}"
+            yield code, Match((*evidence, left), correct, severity, title=title)
     if run.count == 0 and run.cuda_works:
         counted = "torch.cuda.device_count() is 0, but a kernel ran on the GPU"
         yield "E13", Match((f"{CVD} is {value!r}", counted), correct, severity="warning")

@@ -709,17 +709,17 @@ def symptoms(m: Case) -> Found:
 
     if state in ("hung", "crashed"):
         hung, detail = state == "hung", run.answer.detail or state
-        title = f"= torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
+        title = f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
         if cuda.answer.state == "crashed" and step and step.name != "import":
             # torch is not the reason, so reinstalling it does not help
             where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
             fix = m.steps("X11 driver")
             if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
                 fix = m.steps("X11 library", path=lib.path, drop=drop)
-            yield "X11", Match((detail, f"also without torch: {m.driver_result_line}", where), (title, *fix))
+            yield "X11", Match((detail, f"also without torch: {m.driver_result_line}", where), fix, title=title)
         else:
             fix = m.steps("X11 hung" if hung else "X11", waits=" at " in detail)
-            yield "X11", Match((detail,), (title, *fix), likely=hung)
+            yield "X11", Match((detail,), fix, likely=hung, title=title)
     elif m.import_error:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
@@ -766,5 +766,5 @@ def symptoms(m: Case) -> Found:
         reasons = " ".join(evidence).lower()
         how = "X13 limit" if re.search("temporarily unavailable|allocate memory|start new thread", reasons) else "X13"
         how = "X13 forbidden" if re.search("permission denied|not permitted", reasons) else how
-        title = "" if driver else "= torch could not be run, so whether it works is unknown"
-        yield "X13", Match(evidence, (title, *m.steps(how)), "error" if driver else "warning")
+        title = "" if driver else "torch could not be run, so whether it works is unknown"
+        yield "X13", Match(evidence, m.steps(how), "error" if driver else "warning", title=title)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, NamedTuple, cast
 
+from transload import steps
 from transload.findings import manual_page, packaged
 
 Version = tuple[int, ...]
@@ -42,8 +43,8 @@ def table(name: str) -> dict[str, Any]:
 @cache
 def sections(name: str) -> dict[str, tuple[str, ...]]:
     """The lines of each section of a Markdown file, by each name in its heading."""
-    parts = (part.partition("\n") for part in packaged(__package__, f"{name}.md").split("\n## ")[1:])
-    return {name: tuple(filter(None, lines.split("\n"))) for names, _, lines in parts for name in names.split(", ")}
+    parts = steps.sections(packaged(__package__, f"{name}.md"))
+    return {name: tuple(filter(None, text.split("\n"))) for names, text in parts for name in names.split(", ")}
 
 
 def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
