@@ -10,6 +10,8 @@ import pytest
 from tests.schema import validate
 
 from transload.cli.main import main
+from transload.render.lines import Style, layout, plain
+from transload.rescuing import report, rescue
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload
@@ -185,3 +187,10 @@ def test_directory_of_shards_is_rescued(
     assert (document["format"], document["counts"]["whole"]) == ("sharded", 26)
     assert document["counts"]["lost"] > 0
     assert len(intact) > document["nbytes"]
+
+
+def test_lost_tensors_fit_a_narrow_terminal(truncated: Path) -> None:
+    blocks = report(rescue(truncated, dry_run=True))
+    lines = [plain(line) for line in layout(blocks, Style(width=60, cut=True))]
+    assert any(line.startswith(" " * 14 + "rng") and "its bytes are not in the file" in line for line in lines)
+    assert max(map(len, lines)) <= 60

@@ -149,6 +149,12 @@ def test_missing_directory_is_an_error(tmp_path: Path) -> None:
     assert str(tmp_path / "gone" / "a.pt") in str(caught.value)
 
 
+def test_directory_where_no_file_can_be_created_is_not_called_missing(tmp_path: Path) -> None:
+    error = cannot_write(FileNotFoundError(errno.ENOENT, ""), str(tmp_path / "a.pt"))  # as in /proc
+    assert "no file can be created there" in error.what
+    assert "mkdir" not in error.fix
+
+
 def test_directory_as_target_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CannotWriteError, match="it is a directory"):
         write_atomically(tmp_path, b"")

@@ -433,6 +433,11 @@ def test_full_disk_during_a_copy_is_an_error(path: Path, tmp_path: Path, monkeyp
     assert not list(tmp_path.glob(".copy.pt*"))
 
 
+def test_directory_without_a_checkpoint_is_refused_once(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path / "empty").what == "not a checkpoint directory of any known kind"
+
+
 def test_invalid_copy_targets_are_refused(path: Path, tmp_path: Path) -> None:
     (tmp_path / "other.pt").write_bytes(b"precious")
     assert "already" in refused(path, out=tmp_path / "other.pt").what
