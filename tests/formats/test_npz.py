@@ -254,10 +254,3 @@ def test_parts_are_found_by_name_prefix(tmp_path: Path) -> None:
     assert (conversion.tensors, conversion.others) == (1, 1)
     np.savez(tmp_path / "c.npz", **{"model/v": np.ones(2), "model/w": np.ones(2)})
     assert [part.key for part in parts(tmp_path / "c.npz")] == ["", "model"]
-
-
-def test_arrays_that_are_left_out_are_described_in_words() -> None:
-    out = io.BytesIO()
-    np.savez(out, a=np.array(["x"]), b=np.array(["2020-01-01"], dtype="M8[D]"), c=np.zeros(2, dtype=[("f", "i4")]))
-    details = [problem.detail for problem in transload.inspect(out.getvalue()).problems]
-    assert details == ["an array of strings", "an array of dates", "an array of records"]
