@@ -7,12 +7,14 @@ import os
 import random
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 
 import transload
-from transload.explaining import explain_bytes
-from transload.explaining.logs import LIMIT, is_binary, is_packed, lines_of, read_end, split
+from transload.explaining import explain_log
+from transload.explaining.logs import BLOCK, is_binary, is_packed, lines_of, pieces, read_blocks, split
 
 CUT_OFF = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
 
@@ -67,17 +69,9 @@ def test_unterminated_title_sequence_hides_no_other_line() -> None:
     assert [line.text for line in lines_of("\x1b]0;title\nRuntimeError: boom")] == ["", "RuntimeError: boom"]
 
 
-def test_only_the_end_of_a_long_file_is_read() -> None:
-    data = bytes(1000) + b"the end"
-    assert read_end(io.BytesIO(data), 7) == (b"the end", True)
-    assert read_end(io.BytesIO(b"short"), 7) == (b"short", False)
-
-
-def test_only_the_end_of_a_long_pipe_is_returned() -> None:
-    pieces = [bytes([number % 256]) * 100 for number in range(1000)]
-    expected = b"".join(pieces)[-250:]
-    assert read_end(Pipe(pieces), 250) == (expected, True)  # type: ignore[arg-type]
-    assert read_end(Pipe([b"short"]), 250) == (b"short", False)  # type: ignore[arg-type]
+def test_pipe_is_read_as_it_comes() -> None:
+    blocks = [b"one\n", b"two", b"three\n"]
+    assert [*read_blocks(Pipe([*blocks]))] == blocks  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
@@ -133,16 +127,86 @@ def test_is_packed_recognizes_the_first_bytes(head: bytes, *, packed: bool) -> N
     assert is_packed(head) is packed
 
 
-def test_error_at_the_end_of_a_long_text_is_found_without_line_number() -> None:
-    explanation = transload.explain("x" * 100 + "\n" * LIMIT + CUT_OFF, checks=False)
-    assert [(answer.code, answer.line) for answer in explanation.answers] == [("archive-cut-off", 0)]
-    assert explanation.shortened
-    assert "only its end was read" in str(explanation)
+QUIET = "2026-01-02 03:04:05 INFO step 12 loss 0.1234 lr 1e-4\n"
+TRACEBACK = f"Traceback (most recent call last):\n  File 'a.py', line 1, in f\n    g()\n{CUT_OFF}\n"
+
+
+def log_blocks(count: int, *ends: str) -> Iterator[bytes]:
+    """A log of ``count`` blocks without an error, after the first text and before the second."""
+    yield ends[0].encode()
+    for _ in range(count):
+        yield (QUIET * (BLOCK // len(QUIET))).encode()
+    yield ends[1].encode()
+
+
+def test_error_far_from_the_end_of_a_long_log_is_found() -> None:
+    explanation = explain_log(log_blocks(9, TRACEBACK, "cleanup ok\n"), checks=False)
+    assert [(answer.code, answer.line, answer.times) for answer in explanation.answers] == [("archive-cut-off", 4, 1)]
+    assert not explanation.shortened
+
+
+def test_every_error_of_a_long_log_is_counted_with_the_line_of_the_first() -> None:
+    (answer,) = explain_log(log_blocks(3, QUIET + TRACEBACK, TRACEBACK * 2), checks=False).answers
+    assert (answer.code, answer.line, answer.times) == ("archive-cut-off", 5, 3)
+
+
+@pytest.mark.parametrize("error", [TRACEBACK, f"{CUT_OFF}\n"], ids=["tracebacks", "lines"])
+def test_repeated_error_is_counted_across_all_blocks(error: str) -> None:
+    count = 5 * BLOCK // len(error) // 2
+    (answer,) = transload.explain(error * count, checks=False).answers
+    assert (answer.code, answer.times) == ("archive-cut-off", count)
+
+
+def test_unknown_error_far_from_the_end_is_named() -> None:
+    unknown = TRACEBACK.replace(CUT_OFF, "ValueError: no such option")
+    explanation = explain_log(log_blocks(2, unknown, "cleanup ok\n"), checks=False)
+    assert [(each.said, each.line) for each in explanation.unknown] == [("ValueError: no such option", 4)]
+    explanation = explain_log(log_blocks(2, "the disk made an error\n", "cleanup ok\n"), checks=False)
+    assert [(each.said, each.line) for each in explanation.unknown] == [("the disk made an error", 1)]
+
+
+def test_long_log_takes_little_memory() -> None:
+    explain_log([TRACEBACK.encode()], checks=False)  # what is read once
+    tracemalloc.start()
+    try:
+        assert explain_log(log_blocks(24, TRACEBACK, TRACEBACK), checks=False).answers[0].times == 2
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 * BLOCK
+
+
+def test_values_of_one_error_are_listed_up_to_a_limit_and_all_counted() -> None:
+    text = "\n".join(f"RuntimeError: Invalid device string: 'gpu{number}'" for number in range(200))
+    answers = transload.explain(text, checks=False).answers
+    assert len(answers) == 50
+    assert sum(answer.times for answer in answers) == 200
+    assert "gpu0'" in answers[0].said
+    assert "gpu199'" in answers[-1].said
+
+
+@pytest.mark.parametrize("offset", range(0, 200, 23))
+def test_exception_is_not_divided_between_pieces(offset: int) -> None:
+    quiet = QUIET * (BLOCK // len(QUIET))
+    text = f"{quiet[: BLOCK - offset]}\n{TRACEBACK}{quiet}"
+    at = errors = 0
+    for number, part in pieces([text]):
+        assert text.startswith(part, at)
+        assert number == 1 + text.count("\n", 0, at)
+        errors += TRACEBACK in part
+        at += len(part)
+    assert (at, errors) == (len(text), 1)
+
+
+def test_line_longer_than_a_block_is_divided() -> None:
+    parts = [*pieces(["x" * (3 * BLOCK) + f"\n{CUT_OFF}"])]
+    assert all(len(text) <= BLOCK for _, text in parts)
+    assert transload.explain("x" * (3 * BLOCK) + f"\n{CUT_OFF}", checks=False).answers[0].line == 2
 
 
 def test_utf_16_and_crlf_are_read() -> None:
-    assert explain_bytes(CUT_OFF.encode("utf-16"), checks=False).known
-    assert explain_bytes(f"a\r\n{CUT_OFF}\r\n".encode(), checks=False).answers[0].line == 2
+    assert explain_log([CUT_OFF.encode("utf-16")], checks=False).known
+    assert explain_log([f"a\r\n{CUT_OFF}\r\n".encode()], checks=False).answers[0].line == 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -156,7 +220,7 @@ def test_random_junk_gets_no_answer(seed: int) -> None:
     ]
     text = "".join(rng.choices(fragments, k=5_000))
     assert not transload.explain(text, checks=False).answers
-    assert not explain_bytes(rng.randbytes(5_000), checks=False).answers
+    assert not explain_log([rng.randbytes(5_000)], checks=False).answers
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -36,9 +36,9 @@ def test_same_error_of_several_ranks_is_reported_once() -> None:
 
 
 def test_every_occurrence_on_lines_close_together_is_counted() -> None:
-    text = "\n".join(f"RuntimeError: Invalid device string: 'gpu{number % 2}'" for number in range(40))
+    text = "\n".join(f"RuntimeError: Invalid device string: 'gpu{number % 2}'" for number in range(200))
     answers = transload.explain(text, checks=False).answers
-    assert [(answer.line, answer.times) for answer in answers] == [(1, 20), (2, 20)]
+    assert [(answer.line, answer.times) for answer in answers] == [(1, 100), (2, 100)]
 
 
 def test_word_counts_only_as_a_line_of_its_own() -> None:

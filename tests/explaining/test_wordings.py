@@ -13,7 +13,7 @@ import transload
 from transload.cli.main import COMMANDS
 from transload.diagnose.rules import BY_CODE as DOCTOR
 from transload.explaining import Answer, hooks
-from transload.explaining import _answers as merged
+from transload.explaining import _Errors as Errors
 from transload.explaining.logs import FlatText, Line
 from transload.explaining.matching import KnownError, Page, beginning, known_errors, variant
 from transload.explaining.matching import _pages as pages
@@ -94,7 +94,9 @@ def test_every_beginning_gets_a_complete_answer() -> None:
     def check(text: str) -> None:
         words = text.split()
         for count in {3, len(words) // 2}:
-            for answer, _ in merged(beginning([], [FlatText([Line(1, " ".join(words[:count]))])])):
+            errors = Errors()
+            errors.merge(beginning([], [FlatText([Line(1, " ".join(words[:count]))])]))
+            for answer, _ in errors.answers():
                 assert_complete(answer)
 
     for_each([known.says[0].shown for known in KNOWN], check)

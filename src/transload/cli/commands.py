@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 from transload.cli.output import finish_retag, for_each, keywords, print_error, show, show_result, write_json
 from transload.devices import refuse_unknown
@@ -84,12 +85,14 @@ def run_convert(arguments: Namespace) -> int:
 
 def run_explain(arguments: Namespace) -> int:
     """Explain one text."""
-    from transload.explaining import explain_bytes, report
+    from transload.explaining import explain_log, report
     from transload.explaining.logs import is_binary, not_a_text
 
-    data, shortened = _read_log(arguments.log)
-    explanation = explain_bytes(data, checks=not arguments.no_checks, shortened=shortened)
-    if not explanation.answers and is_binary(data):
+    blocks = _log_blocks(arguments.log)
+    first = next(blocks, b"")
+    binary = is_binary(first)
+    explanation = explain_log([first] if binary else chain([first], blocks), checks=not arguments.no_checks)
+    if not explanation.answers and binary:
         raise not_a_text("" if arguments.log == "-" else arguments.log)
     if not explanation.answers and not explanation.unknown:
         raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
@@ -116,21 +119,22 @@ _FILES = (
 """How the names of files end. A code may have a dot, too: torch.OutOfMemoryError."""
 
 
-def _read_log(path: str) -> tuple[bytes, bool]:
-    """The end of the log, and whether there was more."""
-    from transload.explaining.logs import is_packed, not_a_text, read_end
+def _log_blocks(path: str) -> Iterator[bytes]:
+    """The bytes of a log, or of the text itself."""
+    from transload.explaining.logs import is_packed, not_a_text, read_blocks
 
     try:
         if path != "-":
             with open(path, "rb") as file:
-                if file.seekable() and is_packed(file.read(16)):
-                    raise not_a_text(path)
-                return read_end(file)
-        if sys.stdin is None:
-            return b"", False
-        if sys.stdin.isatty():
-            print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
-        return read_end(sys.stdin.buffer)
+                if file.seekable():
+                    if is_packed(file.read(16)):
+                        raise not_a_text(path)
+                    file.seek(0)
+                yield from read_blocks(file)
+        elif sys.stdin is not None:
+            if sys.stdin.isatty():
+                print("transload: paste the text, then press Ctrl-D (Ctrl-Z on Windows)", file=sys.stderr)
+            yield from read_blocks(sys.stdin.buffer)
     except OSError as error:
         if not path.strip():
             raise UsageError("TEXT is empty", fix="Name a log file, or put the error message in quotes.") from error
@@ -139,7 +143,8 @@ def _read_log(path: str) -> tuple[bytes, bool]:
         else:
             names_a_file = path.endswith(_LOGS) and "\n" not in path and ": " not in path
         if not names_a_file and not os.path.lexists(path):  # it is the text itself
-            return path.encode("utf-8", "surrogateescape"), False
+            yield path.encode("utf-8", "surrogateescape")
+            return
         fix = ""
         if isinstance(error, IsADirectoryError):
             fix = f"Name a log file in it. For a checkpoint in a folder: transload inspect {quoted(path)}"

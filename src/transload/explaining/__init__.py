@@ -9,31 +9,43 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.errors import TransloadError, UsageError
 from transload.explaining import hooks
-from transload.explaining.logs import LIMIT, ErrorChain, FlatText, flat, lines_of, split, unwrapped
-from transload.explaining.matching import ErrorMatch, Near, beginning, named, nearest, search, variant
+from transload.explaining.logs import BLOCK, ErrorChain, FlatText, decoded, flat, lines_of, pieces, split, unwrapped
+from transload.explaining.matching import (
+    ErrorMatch,
+    KnownError,
+    Near,
+    beginning,
+    is_quiet,
+    named,
+    nearest,
+    search,
+    variant,
+)
 from transload.frozen import Plain, Reported, replace
-from transload.render.lines import BLANK, Block, Prose, as_text, note
+from transload.render.lines import BLANK, Block, Prose, as_text
 from transload.render.words import plural, printable
 from transload.steps import step_of
 
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
 
-__all__ = ["Explanation", "explain", "explain_bytes", "report"]
+__all__ = ["Explanation", "explain", "explain_log", "report"]
 
 _MOST_UNKNOWN = 5
 _LONGEST = 2_000  # characters of an error that are quoted
 _LONGEST_VALUE = 300
+_MOST_NEAR = 100_000  # characters around an error that may name a file or an environment
+_MOST_VARIANTS = 50  # answers for one code: a loop may print a text with a million different numbers
 
 
 class FileCheck(Plain):
@@ -106,7 +118,7 @@ class Unexplained(Plain):
 class Explanation(Plain, Reported):
     """What a text means: ``answers`` for the known errors, and the ``unknown`` errors.
 
-    ``shortened``: only the end of the text was read.
+    ``shortened`` is always false: texts of any length are read completely.
     """
 
     answers: tuple[Answer, ...] = ()
@@ -156,22 +168,19 @@ def explain(error: BaseException | str, *, checks: bool = True) -> Explanation:
         from traceback import format_exception
 
         files = tuple(_loaded_files(error))
-        return _explained("".join(format_exception(error)), files, checks=checks, numbered=False)
+        return _explained(format_exception(error), files, checks=checks, numbered=False)
     if not isinstance(error, str):
         raise UsageError(f"explain takes a text or an exception, not {type(error).__name__}")
-    return _explained(error[-LIMIT:], checks=checks, shortened=len(error) > LIMIT)
+    return _explained((error[at : at + BLOCK] for at in range(0, len(error), BLOCK)), checks=checks)
 
 
-def explain_bytes(data: bytes, *, checks: bool = True, shortened: bool = False) -> Explanation:
-    """As ``explain``, for the bytes of a log, in any encoding."""
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell redirects as UTF-16
-    return _explained(data.decode(encoding, "replace"), checks=checks, shortened=shortened)
+def explain_log(blocks: Iterable[bytes], *, checks: bool = True) -> Explanation:
+    """As ``explain``, for the bytes of a log of any length, in any encoding."""
+    return _explained(decoded(blocks), checks=checks)
 
 
-def _explained(
-    text: str, files: Sequence[str] = (), *, checks: bool, shortened: bool = False, numbered: bool = True
-) -> Explanation:
-    """Explain a text; ``files`` are paths that are known to be the files it is about."""
+def _explained(texts: Iterable[str], files: Sequence[str] = (), *, checks: bool, numbered: bool = True) -> Explanation:
+    """Explain a text, given in parts; ``files`` are paths that are known to be the files it is about."""
 
     @cache
     def diagnosis() -> Diagnosis:
@@ -179,29 +188,31 @@ def _explained(
 
         return doctor(torch=False)
 
-    chains, loose = split(lines_of(text))
-    found, unknown, framed = search(chains, loose)
-    unexplained: Iterable[Unexplained] = ()
-    if matched := _answers(found):
-        unexplained = _unexplained(unknown)
-    elif matched := _answers(
-        search(*split(lines_of(unwrapped(text))))[0] or beginning(chains, loose) or (not chains and named(loose)) or []
-    ):
-        numbered = False
-    else:
-        unexplained = _unexplained([*unknown, *framed], loose)
-    numbered = numbered and not shortened  # line numbers are meaningless for an exception, and for the end of a log
+    errors = _Errors()
+    divided = pieces(texts)
+    number, text = next(divided)
+    for following in divided:
+        if is_quiet(text):
+            errors.skip(number, text)
+        else:
+            errors.add(*split(lines_of(text, number)))
+        number, text = following
+    chains, loose = split(lines_of(text, number))
+    errors.add(chains, loose)
+    if not errors.matched and number == 1:  # a short text: what somebody has pasted
+        errors.merge(search(*split(lines_of(unwrapped(text))))[0] or beginning(chains, loose) or named(chains, loose))
+        numbered = numbered and not errors.matched
     answers = []
-    for answer, match in matched:
-        needs = match.known.needs if checks and answer.kind != "remark" else ()
+    for answer, evidence in errors.answers():
+        needs = evidence.known.needs if checks and answer.kind != "remark" else ()
         machine = file = None
         if "machine" in needs:
-            machine = _check_machine(diagnosis(), answer.causes, match.traceback or match.source.flat)
-        if "file" in needs and (paths := (*files, *files_in(match.near))):
-            file = _check_file(diagnosis(), paths[0], match.text)
+            machine = _check_machine(diagnosis(), answer.causes, evidence.around)
+        if "file" in needs and (paths := (*files, *files_in(evidence.near))):
+            file = _check_file(diagnosis(), paths[0], evidence.text)
         answers.append(replace(answer, line=answer.line if numbered else 0, machine=machine, file=file))
-    unexplained = (each if numbered else replace(each, line=0) for each in unexplained)
-    return Explanation(tuple(answers), tuple(unexplained), shortened)
+    unexplained = (each if numbered else replace(each, line=0) for each in errors.unexplained())
+    return Explanation(tuple(answers), tuple(unexplained))
 
 
 def _loaded_files(error: BaseException) -> Iterator[str]:
@@ -221,19 +232,93 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
         current = current.__cause__ or current.__context__
 
 
-def _answers(found: Sequence[ErrorMatch]) -> list[tuple[Answer, ErrorMatch]]:
-    """One answer for each error, and its first match; causes first."""
-    causes = any(each.known.role == "cause" for each in found)
-    explained = {code for each in found for code in each.known.explains}
-    merged: dict[tuple[Any, ...], tuple[Answer, ErrorMatch]] = {}
-    for each in found:
-        if each.known.code in explained or (each.known.role == "frame" and (causes or not each.known.fix)):
-            continue
-        answer = _answer(each)
-        key = (answer.code, answer.cause, answer.fix)
-        first, source = merged.get(key, (replace(answer, times=0), each))
-        merged[key] = replace(first, times=first.times + 1), source
-    return sorted(merged.values(), key=lambda pair: (pair[0].kind == "remark", not pair[1].known.first, pair[0].line))
+class _Evidence(NamedTuple):
+    """What the checks need of the first match of an answer."""
+
+    known: KnownError
+    text: str
+    near: tuple[str, str]
+    around: str
+
+
+class _Errors:
+    """The errors of a text, added piece by piece: one answer for each known one, and the last unknown ones."""
+
+    def __init__(self) -> None:
+        self.matched: dict[tuple[Any, ...], tuple[Answer, _Evidence]] = {}
+        self._times: Counter[tuple[Any, ...]] = Counter()
+        self._unknown: dict[str, int] = {}
+        self._framed: dict[str, int] = {}
+        self._last: tuple[bool, int, str] = (False, 0, "")
+
+    def add(self, chains: Iterable[ErrorChain], loose: Sequence[FlatText]) -> None:
+        """Search a piece of the text."""
+        found, unknown, framed = search(chains, loose)
+        self.merge(found)
+        for said, errors in ((self._unknown, unknown), (self._framed, framed)):
+            first = {chain[0].words: chain[0].lines[0].number for chain in reversed(errors)}
+            for words in sorted(first, key=first.__getitem__):
+                said.setdefault(words, first[words])
+            for words in [*said][:-_MOST_UNKNOWN]:
+                del said[words]
+        if not self.matched:
+            self._last = max(self._last, _last_line(loose))
+
+    def skip(self, number: int, text: str) -> None:
+        """Search a piece without known messages and tracebacks only for the last line that looks like an error."""
+        if not self.matched and (places := [found.start() for found in _LIKE_AN_ERROR.finditer(text)]):
+            start = text.rfind("\n", 0, places[-1]) + 1
+            lines = lines_of(
+                "\n".join(text[start : places[-1] + _LONGEST].split("\n", 2)[:2]), number + text.count("\n", 0, start)
+            )
+            self._last = max(self._last, _last_line([FlatText([*lines])]))
+
+    def merge(self, found: Iterable[ErrorMatch]) -> None:
+        """Add known errors; those with the same answer are counted."""
+        keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # an answer takes longer than a match
+        for each in found:
+            known, source = each.known, each.source
+            if known.role == "frame" and not known.fix:
+                continue
+            depends = known.hook or known.value or known.sections
+            same = known.code, source.flat[each.start : each.end], each.text[:_LONGEST] if depends else ""
+            if same not in keys:
+                answer = _answer(each)
+                keys[same] = key = known.code, answer.cause, answer.fix
+                if key not in self.matched:
+                    self._make_room(known.code)
+                    near = each.near[0][:_MOST_NEAR], each.near[1][-_MOST_NEAR:]
+                    around = (each.traceback or "".join(near))[-_MOST_NEAR:]
+                    self.matched[key] = answer, _Evidence(known, each.text[:_LONGEST], near, around)
+            self._times[keys[same]] += each.times
+
+    def _make_room(self, code: str) -> None:
+        """If an error occurs with very many values, count the second oldest with the oldest."""
+        variants = [key for key in self.matched if key[0] == code]
+        if len(variants) >= _MOST_VARIANTS:
+            del self.matched[variants[1]]
+            self._times[variants[0]] += self._times.pop(variants[1])
+
+    def answers(self) -> list[tuple[Answer, _Evidence]]:
+        """The answers, causes first."""
+        known = [evidence.known for _, evidence in self.matched.values()]
+        causes = any(each.role == "cause" for each in known)
+        explained = {code for each in known for code in each.explains}
+        shown = [
+            (replace(answer, times=self._times[key]), evidence)
+            for key, (answer, evidence) in self.matched.items()
+            if answer.code not in explained and not (causes and evidence.known.role == "frame")
+        ]
+        return sorted(shown, key=lambda pair: (pair[0].kind == "remark", not pair[1].known.first, pair[0].line))
+
+    def unexplained(self) -> Iterator[Unexplained]:
+        """The last unknown errors. If nothing was found, the last line that looks like an error, or just the last."""
+        said = self._unknown if self.matched else {**self._framed, **self._unknown}
+        _, number, words = self._last
+        if not said and not self.matched and words:
+            said = {words: number}
+        for words, number in sorted(said.items(), key=lambda pair: pair[1])[-_MOST_UNKNOWN:]:
+            yield Unexplained(words[:_LONGEST], number, nearest(words), normalised(words[:_LONGEST]))
 
 
 def _answer(found: ErrorMatch) -> Answer:
@@ -265,17 +350,18 @@ def _answer(found: ErrorMatch) -> Answer:
     return Answer(*main, torch=known.torch, causes=known.doctor, values=kept)
 
 
-def _unexplained(chains: Sequence[ErrorChain], loose: Sequence[FlatText] = ()) -> Iterator[Unexplained]:
-    """The unknown errors. If there are none, the last line outside tracebacks that looks like one, or just the last."""
-    errors = {chain[0].words: chain[0].lines[0].number for chain in reversed(chains)}
-    if not errors:
-        lines = [line for text in loose for line in text.lines if line.text.strip()]
-        like_errors = [line for line in lines if re.search(r"\b\w*(?:Error|Exception|error|fatal)\b", line.text)]
-        for line in (like_errors or lines)[-1:]:
-            below = lines[lines.index(line) + 1 :][:1] if line.text.endswith(":") else []
-            errors[" ".join(" ".join(each.text for each in (line, *below)).split())] = line.number
-    for said, number in sorted(errors.items(), key=lambda pair: pair[1])[-_MOST_UNKNOWN:]:
-        yield Unexplained(said[:_LONGEST], number, nearest(said), normalised(said[:_LONGEST]))
+_LIKE_AN_ERROR = re.compile(r"(?:Error|Exception|error|fatal)\b")
+
+
+def _last_line(loose: Iterable[FlatText]) -> tuple[bool, int, str]:
+    """The last line outside tracebacks that looks like an error, or just the last: whether it does, and its number."""
+    lines = [line for text in loose for line in text.lines if line.text.strip()]
+    like_errors = [line for line in lines if _LIKE_AN_ERROR.search(line.text)]
+    if not lines:
+        return False, 0, ""
+    line = (like_errors or lines)[-1]
+    below = lines[lines.index(line) + 1 :][:1] if line.text.endswith(":") else []
+    return bool(like_errors), line.number, flat(" ".join(each.text for each in (line, *below)))
 
 
 _OWN = (
@@ -480,9 +566,6 @@ def report(explanation: Explanation) -> Iterator[Block]:
             yield Prose(((f"{printable(near.says)}{why}  [{near.code}]", "dim"),), lead=(("    · ", "dim"),))
     if explanation.unknown:
         yield from _steps(_NEXT)
-    if explanation.shortened:
-        yield BLANK
-        yield note("the text is long: only its end was read")
 
 
 def _steps(fix: Sequence[str]) -> Iterator[Block]:

@@ -1,8 +1,8 @@
 """Read a raw log, and find the exceptions in it.
 
-``read_end`` reads the end of a file or a pipe; ``is_packed``, ``is_binary`` and ``not_a_text`` handle input that is not
-a log. ``lines_of`` removes colours, progress bars, boxes and prefixes. ``split`` then separates chains of exceptions
-from the lines between them.
+``read_blocks``, ``decoded`` and ``pieces`` divide a log of any length; ``is_packed``, ``is_binary`` and ``not_a_text``
+handle input that is not a log. ``lines_of`` removes colours, progress bars, boxes and prefixes. ``split`` then
+separates chains of exceptions from the lines between them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_right
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,29 +19,58 @@ from typing import BinaryIO, Literal, NamedTuple
 from transload.errors import TransloadError, UsageError
 from transload.findings import quoted
 
-LIMIT = 8 << 20
-"""Bytes that are read from the end of a log: what stopped a program is at the end."""
+BLOCK = 1 << 20
+"""Characters of a log that are examined at a time: a log of any length takes a bounded amount of memory."""
+_TAIL = 1 << 16  # characters at the end of a block in which an exception may begin that the next block completes
 
 
-def read_end(file: BinaryIO, limit: int = LIMIT) -> tuple[bytes, bool]:
-    """The last bytes of a file or a pipe, and whether there were more; long pipes are not kept in memory."""
-    if file.seekable():
-        size = file.seek(0, 2)
-        file.seek(max(0, size - limit))
-        return file.read(limit), size > limit
-    kept, size = bytearray(), 0
-    read: Callable[[int], bytes] = getattr(file, "read1", file.read)
+def read_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """The bytes of a file or a pipe, in blocks."""
+    read: Callable[[int], bytes] = file.read if file.seekable() else getattr(file, "read1", file.read)
     # A terminal delivers whole lines. A partial one means that Ctrl-D was pressed after it: if we read on, the user
     # would have to press it again.
     by_line = os.name == "posix" and file.isatty()
-    while piece := read(1 << 16):
-        kept += piece
-        size += len(piece)
-        if len(kept) > 2 * limit:
-            del kept[:-limit]
-        if by_line and not piece.endswith(b"\n"):
+    while data := read(BLOCK):
+        yield data
+        if by_line and not data.endswith(b"\n"):
             break
-    return bytes(kept[-limit:]), size > limit
+
+
+def decoded(blocks: Iterable[bytes]) -> Iterator[str]:
+    """The text of a log in any encoding."""
+    decode: Callable[[bytes], str] | None = None
+    for data in blocks:
+        if decode is None:
+            encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell writes UTF-16
+            decode = getincrementaldecoder(encoding)("replace").decode
+        yield decode(data)
+
+
+def pieces(texts: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """A long text in pieces of whole lines, each with the number of its first line.
+
+    A piece ends before a traceback that may go on, or before a line that does not continue another one.
+    """
+    number, kept = 1, ""
+    for text in texts:
+        kept += text
+        while len(kept) > BLOCK:
+            end = _end_of_piece(kept[:BLOCK])
+            yield number, kept[:end]
+            number += kept.count("\n", 0, end)
+            kept = kept[end:]
+    yield number, kept
+
+
+def _end_of_piece(text: str) -> int:
+    tail = len(text) - min(_TAIL, len(text) // 2)
+    for header in re.finditer(re.escape(_HEADER), text[tail:]):
+        start = text.rfind("\n", 0, tail + header.start()) + 1
+        before = text[max(0, start - 200) : start]
+        if start and _HANDLING not in before and _CAUSE not in before:
+            return start
+    ends = [found.end() for found in re.finditer(r"\n(?=\S)", text[tail:])]
+    return tail + ends[-1] if ends else text.rfind("\n") + 1 or text.rfind("\r") + 1 or len(text)
 
 
 _MAGIC = (b"PK\x03\x04", b"\x1f\x8b", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")
@@ -96,7 +126,6 @@ def not_a_text(path: str) -> UsageError:
 
 # -- lines
 
-_MOST_LINES = 200_000  # lines that are read, from the end
 _MOST_FOLDED = 20_000  # lines in total that may come from tracebacks within a single line
 _WIDEST = 500  # columns of a terminal
 _PASTED = 1 << 20  # characters that somebody may copy from a terminal
@@ -135,17 +164,15 @@ class Line(NamedTuple):
     stamped: bool = False
 
 
-def lines_of(text: str) -> Iterator[Line]:
-    r"""The lines of a text as a person sees them.
+def lines_of(text: str, first: int = 1) -> Iterator[Line]:
+    r"""The lines of a text as a person sees them; ``first`` is the number of the first one. Blank lines count as one.
 
     >>> [line.text for line in lines_of("  3%|#\r100%|###\n\x1b[31m[rank0]: boom\x1b[0m")]
     ['100%|###', 'boom']
     """
     plain = _ANSI.sub("", text).replace("\r\n", "\n").replace("\x0b", "\n").replace("\x0c", "\n")
-    lines = plain.split("\n")
-    first = max(0, len(lines) - _MOST_LINES)
-    folded = _MOST_FOLDED
-    for number, raw in enumerate(lines[first:], first + 1):
+    folded, blank = _MOST_FOLDED, False
+    for number, raw in enumerate(plain.split("\n"), first):
         pieces = [raw]
         if folded > 0 and "\\n" in raw and _HEADER in raw:  # a traceback on one line, as JSON loggers write it
             pieces = raw.replace('\\"', '"').split("\\n", folded)
@@ -153,8 +180,11 @@ def lines_of(text: str) -> Iterator[Line]:
         for piece in pieces:
             line = piece.rstrip("\r").rpartition("\r")[2]  # a progress bar overwrites itself
             if not line or line.isspace():
-                yield Line(number, "")
+                if not blank:
+                    yield Line(number, "")
+                blank = True
                 continue
+            blank = False
             if len(line) > _LONGEST:
                 line = f"{line[: _LONGEST // 2]} … {line[-_LONGEST // 2 :]}"
             line = _QUOTED.sub("", _CONTROL.sub("", line))  # pasted from a mail or a thread
@@ -203,7 +233,6 @@ _FRAME = re.compile(r"\s|File [\"~/<\w]|Cell In|<ipython-input|-+>|/\S+ in |$")
 _MOST_MESSAGE = 400  # lines of a message that are kept: load_state_dict may name thousands of tensors
 _BEFORE = 12  # lines before a traceback that may say that it belongs to the message above
 _MOST_FRAMES = 2_000
-_MOST_CHAINS = 2_000  # chains that are kept, from the end
 _MOST_STREAMS = 1_000  # ranks that are distinguished; the lines of all others are read as one stream
 
 Link = Literal["", "after", "inside"]
@@ -290,7 +319,7 @@ def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
         chains += own
         loose.append(FlatText(sorted(others, key=lambda line: line.number)))
     chains.sort(key=lambda chain: chain[0].lines[0].number)
-    return chains[-_MOST_CHAINS:], loose
+    return chains, loose
 
 
 def _parsed(stream: Iterable[Line]) -> tuple[list[RaisedError], list[Line]]:

@@ -27,10 +27,12 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from math import fsum, log
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from transload.explaining.hooks import WITHOUT_BLANKS
@@ -194,20 +196,43 @@ def _parsed(text: str) -> KnownError:
 
 
 @cache
-def _words() -> dict[str, str]:
-    """A long whole word of each hint, or an empty string: a text without it does not contain the hint."""
-    hints = {hint for page in _pages() for hint in page.hints}
-    return {hint: max(_INNER_WORD.findall(hint), key=len, default="") for hint in hints}
-
-
-def mentioned(text: str) -> Iterator[KnownError]:
-    """The known errors that may have a wording in a text, in order."""
-    words = {"", *re.findall("[A-Za-z]{4,}", text)} if len(text) > _LONG else None
-    for page in _pages():
+def _index() -> tuple[dict[str, list[tuple[int, str]]], list[tuple[str, int, str]]]:
+    """The number of the page and the hint by a whole word of the hint; and, for hints without one, by letters of it."""
+    by_word: dict[str, list[tuple[int, str]]] = {}
+    others: list[tuple[str, int, str]] = []
+    for number, page in enumerate(_pages()):
         for hint in page.hints:
-            if (words is None or _words()[hint] in words) and hint in text:
-                yield _parsed(page.text)
-                break
+            if word := max(_INNER_WORD.findall(hint), key=len, default=""):
+                by_word.setdefault(word, []).append((number, hint))
+            else:
+                others.append((max(re.findall("[A-Za-z]+", hint), key=len, default=""), number, hint))
+    return by_word, others
+
+
+def mentioned(text: str, *, indexed: bool = False) -> Iterator[KnownError]:
+    """The known errors that may have a wording in a text, in order. For many or long texts, an index is faster."""
+    if not indexed and len(text) <= _LONG:
+        yield from (_parsed(page.text) for page in _pages() if any(hint in text for hint in page.hints))
+        return
+    by_word, others = _index()
+    # Most lines of a log differ only in their numbers.
+    lines = {*text.encode("ascii", "replace").translate(_NO_NUMBERS).split(b"\n")}
+    words = {*b" ".join(lines).translate(_ONLY_LETTERS).decode().split()}
+    joined = " ".join(words)
+    candidates = {entry for word in words for entry in by_word.get(word, ())}
+    candidates |= {(number, hint) for letters, number, hint in others if letters in joined}
+    text = text.replace("\n", " ")
+    for number in sorted({number for number, hint in candidates if hint in text}):
+        yield _parsed(_pages()[number].text)
+
+
+_NO_NUMBERS = bytes(48 if 48 <= code < 58 else code for code in range(256))
+_ONLY_LETTERS = bytes(code if chr(code).isalpha() and code < 128 else 32 for code in range(256))
+
+
+def is_quiet(text: str) -> bool:
+    """Whether a text contains no known message and no traceback."""
+    return "Traceback" not in text and 'File "' not in text and not any(mentioned(text, indexed=True))
 
 
 def known_errors() -> Iterator[tuple[str, KnownError]]:
@@ -259,7 +284,7 @@ def _section(text: str) -> dict[str, Any]:
 # -- searching
 
 _SPEAKS_FOR_ITSELF = 40  # literal characters of a wording that no other program is likely to print
-_MOST = 50  # occurrences of a wording that are examined: a loop may print it a million times
+_MANY = 50  # exceptions for which the index of all messages is worth building
 _LONG = 100_000  # characters of a text whose set of words is built first: searching it for every anchor is slower
 _AROUND = 1_000  # characters before and after an anchor that are searched for the rest of the wording
 _BESIDE = 400  # characters before and after an error in a log that may name its file
@@ -269,7 +294,8 @@ _PLACED = re.compile(r"\s*File |Cell In|<ipython-input|/\S+ in ")  # the line of
 class ErrorMatch(NamedTuple):
     """A known error in a text, with the values in the blanks of its wording.
 
-    ``traceback`` is the whole text of the chain of exceptions; empty for an error between the lines of a log.
+    ``traceback`` is the whole text of the chain of exceptions; empty for an error between the lines of a log. ``times``
+    is how often an equal chain occurs.
     """
 
     known: KnownError
@@ -279,11 +305,12 @@ class ErrorMatch(NamedTuple):
     weight: int
     source: FlatText
     traceback: str
+    times: int = 1
 
     @property
     def text(self) -> str:
-        """Everything from the match on."""
-        return self.source.flat[self.start :]
+        """Everything from the match on, as far as it may matter."""
+        return self.source.flat[self.start : self.end + _LONG]
 
     @property
     def near(self) -> tuple[str, str]:
@@ -307,30 +334,34 @@ def search(
     found: list[ErrorMatch] = []
     unknown: list[ErrorChain] = []
     framed: list[ErrorChain] = []
+    counted: dict[str, tuple[ErrorChain, int]] = {}  # a loop may raise the same error a million times
     for chain in chains:
         traceback = "\n".join(line.text for raised in chain for line in (*raised.frames, *raised.lines))
-        reported = [_main(raised, traceback) for raised in chain]
+        first, times = counted.get(traceback, (chain, 0))
+        counted[traceback] = first, times + 1
+    for traceback, (chain, times) in counted.items():
+        reported = [_main(raised, traceback, indexed=len(counted) > _MANY) for raised in chain]
         # Specific messages take precedence over words that many programs print: programs try one thing after another,
         # and print what failed before.
         known = [main for main, _ in reported if main]
         causes = [main for main in known if main.known.role == "cause"]
         specific = [main for main in causes if not (main.known.context or main.known.place)]
         if chosen := specific or causes or [main for main in known if main.known.fix]:
-            found.append(chosen[0])
+            found.append(chosen[0]._replace(times=times))
         elif all(main and main.known.role == "frame" for main, _ in reported):
             framed.append(chain)
         else:
             unknown.append(chain)
-        found += [match for _, below in reported for match in below]
+        found += [match._replace(times=times) for _, below in reported for match in below]
     for text in loose:
         found += _matches(text)
     return found, unknown, framed
 
 
-def _main(raised: RaisedError, traceback: str) -> tuple[ErrorMatch | None, list[ErrorMatch]]:
+def _main(raised: RaisedError, traceback: str, *, indexed: bool = False) -> tuple[ErrorMatch | None, list[ErrorMatch]]:
     """The error that an exception itself reports, and other causes printed below it before the next exception."""
     frames = (line.text for line in reversed(raised.frames) if _PLACED.match(line.text))
-    matches = _matches(raised.text, traceback, next(frames, "").rpartition("File ")[2])
+    matches = _matches(raised.text, traceback, next(frames, "").rpartition("File ")[2], indexed=indexed)
     head = [match for match in matches if match.start < len(raised.first)]
     causes = [match for match in head if match.known.role == "cause"]
     if causes:
@@ -349,7 +380,7 @@ def _main(raised: RaisedError, traceback: str) -> tuple[ErrorMatch | None, list[
     return main, [match for match in below if match.known.rank == 0 and match.known.code != main.known.code]
 
 
-def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[ErrorMatch]:
+def _matches(source: FlatText, traceback: str = "", frame: str = "", *, indexed: bool = False) -> list[ErrorMatch]:
     """Every known message in a text, in order; of two that overlap, the one with the better rank, then weight.
 
     Only the surroundings of anchors are searched, never the whole text. Without a traceback, the ``place`` of a wording
@@ -357,16 +388,14 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Err
     """
     matches: list[ErrorMatch] = []
     text = source.flat
-    for known in mentioned(text):
+    for known in mentioned(text, indexed=indexed):
         if known.unless and re.search(known.unless, traceback or text):
             continue
         if known.context and not re.search(known.context, traceback or text):
             continue
         for wording in known.says:
             at, beyond = text.find(wording.anchor), 0
-            for _ in range(_MOST):
-                if at < 0:
-                    break
+            while at >= 0:
                 after = at + len(wording.anchor)
                 around = traceback or text[max(0, at - _BESIDE) : after + _BESIDE]
                 placed = not known.place or wording.weight >= _SPEAKS_FOR_ITSELF
@@ -379,11 +408,12 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "") -> list[Err
                     values = found.groupdict("")
                     matches.append(ErrorMatch(known, *found.span(), values, wording.weight, source, traceback))
                 at = text.find(wording.anchor, max(after, beyond))
-    kept: list[ErrorMatch] = []
+    kept: list[tuple[int, int, ErrorMatch]] = []  # in order: no two of them overlap
     for match in sorted(matches, key=lambda match: (match.known.rank, -match.weight, match.start)):
-        if all(match.end <= other.start or other.end <= match.start for other in kept):
-            kept.append(match)
-    return sorted(kept, key=lambda match: match.start)
+        at = bisect_left(kept, match.end, key=itemgetter(0))
+        if not at or kept[at - 1][1] <= match.start:
+            kept.insert(at, (match.start, match.end, match))
+    return [match for _, _, match in kept]
 
 
 # -- beginnings of messages
@@ -425,10 +455,10 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
     return sorted(found, key=lambda match: match.weight)[:1]  # the wording that has the least more to say
 
 
-def named(loose: Iterable[FlatText]) -> list[ErrorMatch]:
+def named(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[ErrorMatch]:
     """The error that a text of one word names: a cause of the doctor, a result of CUDA, a class, or a code of ours."""
     words = [word for text in loose for word in text.flat.split()]
-    if len(words) != 1:
+    if any(chains) or len(words) != 1:
         return []
     word = words[0].strip("[]'\"`.,:;()")
     known = _of_the_doctor(word.upper()) or _result_of_cuda(word)
