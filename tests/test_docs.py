@@ -16,8 +16,8 @@ from tests.schema import validate
 from tests.test_packaging import ROOMS
 
 import transload
-from transload.checkpoint import FORMATS
 from transload.findings import INTEGRITY, SAFETY, Severity
+from transload.format import FORMATS
 from transload.judge.problems import rules
 from transload.opening import inspect
 

@@ -16,6 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from transload._version import __version__
+from transload.format import FORMATS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "transload"
@@ -24,18 +25,8 @@ PACKAGE = ROOT / "src" / "transload"
 # import only each other. Every room may display its own results with `render`. A new room must be listed here, and in
 # docs/architecture.md, before its first import.
 FACTS = {
-    "_version",
-    "checkpoint",
-    "contents",
-    "devices",
-    "dtypes",
-    "errors",
-    "findings",
-    "frozen",
-    "geometry",
-    "machine",
-    "nodes",
-    "steps",
+    *("_version", "checkpoint", "contents", "devices", "dtypes", "errors", "findings", "format", "frozen", "geometry"),
+    *("machine", "nodes", "steps"),
 }
 FRONTS = {"__init__", "__main__", "cli"}
 _FILES = {"io", "formats", "judge", "opening"}
@@ -128,6 +119,28 @@ def modules() -> dict[Path, ast.Module]:
 def imports(modules: dict[Path, ast.Module]) -> list[tuple[str, Import]]:
     """Every import of every module, with the name of the module first."""
     return [(name_of(path), imported) for path, tree in modules.items() for imported in imports_in(tree, path)]
+
+
+# The names of formats that modules outside ``formats`` may contain: for anything else they ask ``traits``.
+NAMED = {
+    "checking": {"safetensors"},  # the package
+    "converting": {"safetensors", "npz"},  # what convert writes
+    "explaining": {"sharded"},  # a page
+    "judge": {"deepspeed"},  # the package
+    "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
+    "opening": {"sharded"},  # a kind of tensor
+    "verifying": {"sharded"},
+    "writing": {"safetensors", "npz", "npy", "gguf", "sharded"},  # what convert writes, or not; a kind of tensor
+}
+
+
+def test_only_formats_know_the_names_of_formats(modules: dict[Path, ast.Module]) -> None:
+    named: dict[str, set[str]] = {}
+    for path, tree in modules.items():
+        if (room := room_of(name_of(path))) not in ("format", "formats", "diagnose"):
+            strings = {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+            named.setdefault(room, set()).update(strings & FORMATS.keys())
+    assert {room: names for room, names in named.items() if names} == NAMED
 
 
 def test_only_allowed_packages_are_imported_and_only_inside_functions(

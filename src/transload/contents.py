@@ -16,33 +16,9 @@ from typing import Any, Literal
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
+from transload.format import Format, format_of
 from transload.frozen import Frozen, NamedTuple, Plain
 from transload.nodes import Pickle
-
-FORMATS: dict[str, str] = {
-    "torch-zip": "torch.save zip archive",
-    "torch-legacy": "torch.save legacy stream",
-    "torch-tar": "torch.save tar archive (torch 0.1.1 to 0.1.9)",
-    "torch-directory": "unpacked torch.save archive",
-    "torchscript": "TorchScript program",
-    "torch-export": "torch.export program",
-    "aotinductor": "AOTInductor package",
-    "torch-package": "torch.package archive",
-    "safetensors": "safetensors",
-    "gguf": "GGUF",
-    "npz": "numpy archive",
-    "npy": "numpy array",
-    "sharded": "sharded checkpoint",
-    "dcp": "torch.distributed.checkpoint directory",
-    "deepspeed": "DeepSpeed checkpoint directory",
-    "megatron": "Megatron checkpoint directory",
-    "directory": "directory",
-    "pickle": "plain pickle",
-}
-"""The name of each format in words. For any other file, ``format`` is what it is (``html``, ``gzip`` …)."""
-
-PROGRAMS = frozenset({"torchscript", "torch-export", "aotinductor", "torch-package"})
-"""The formats that contain code."""
 
 Key = str | int
 """A component of a path: a dictionary key, an attribute name, or an index. Other keys appear as text."""
@@ -329,6 +305,11 @@ class Contents(Frozen):
     def ok(self) -> bool:
         """Whether it contains only data and nothing is wrong with it: the condition for exit code 0."""
         return self.safety == "data-only" and self.integrity in ("whole", "unchecked")
+
+    @property
+    def traits(self) -> Format:
+        """What is known about its format, for the parts of transload."""
+        return format_of(self.format)
 
     @property
     def devices(self) -> tuple[DeviceUse, ...]:

@@ -4,7 +4,7 @@ import pytest
 from tests.each import each
 
 from transload.errors import UsageError
-from transload.writing.plan import dtype_of, format_of, size_of
+from transload.writing.plan import dtype_of, size_of, target_format
 
 
 @each(
@@ -22,15 +22,15 @@ from transload.writing.plan import dtype_of, format_of, size_of
     ],
 )
 def test_format_follows_from_the_file_name(name: str, format_: str) -> None:
-    assert format_of(name) == format_
+    assert target_format(name) == format_
 
 
 def test_explicit_format_overrides_the_file_name() -> None:
-    assert format_of("a.pt", "npz") == "npz"
+    assert target_format("a.pt", "npz") == "npz"
     with pytest.raises(UsageError, match="ONNX cannot be written"):
-        format_of("a.pt", "onnx")
+        target_format("a.pt", "onnx")
     with pytest.raises(UsageError, match="does not say"):
-        format_of("a.xyz")
+        target_format("a.xyz")
 
 
 @each(

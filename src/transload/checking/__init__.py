@@ -16,7 +16,7 @@ from importlib.machinery import PathFinder
 from typing import Any
 
 from transload.checking.torch_says import InstalledTorch, Prediction, read_bytes, torch_says
-from transload.checkpoint import PROGRAMS, Checkpoint
+from transload.checkpoint import Checkpoint
 from transload.devices import Device, Devices, local_rank, split
 from transload.diagnose import doctor
 from transload.diagnose.fixes import install
@@ -176,7 +176,8 @@ def checked(
     refusals += [titles[code] for code in last if code in titles]
     refusal = refusals[0] if refusals else ""
     tags = [move.tag for move in plan.moves if move.device and move.reason in ("absent", "lost")]
-    if not refusal and tags and checkpoint.format in ("torch-zip", "torch-legacy") and checkpoint.safety != "dangerous":
+    in_file = checkpoint.traits.container in ("zip", "stream")
+    if not refusal and tags and in_file and checkpoint.safety != "dangerous":
         title = f"plain torch.load needs {', '.join(tags)}, which is not available here"
         fix = "transload.load loads it as shown above. To make plain torch.load work, here and anywhere:"
         command = f"$ transload retag {quoted(checkpoint.path)} --to cpu"
@@ -470,7 +471,7 @@ def _findings(result: Check) -> Iterator[Finding]:
     try:
         refuse_program(checkpoint, trusted=False)
     except LoadError as error:
-        code = "is-a-program" if checkpoint.format in PROGRAMS else "not-loaded"
+        code = "is-a-program" if checkpoint.traits.program else "not-loaded"
         yield Finding(code, "error", error.what, (), tuple(error.fix.split("\n")))
     if (first is None or torch.shadow) and isinstance(torch.installs, tuple) and cause is not None:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
@@ -510,7 +511,7 @@ def _findings(result: Check) -> Iterator[Finding]:
             title = f"its weights are quantized for {quantizer}, which runs on NVIDIA GPUs"
             advice = "They load anywhere; to compute with them without such a GPU, get the unquantized weights."
             yield Finding("cuda-only-package", severity, title, (f"for {join_names(marked, _SHOWN)}",), (advice,))
-    if checkpoint.format == "aotinductor" and not result.cuda:
+    if checkpoint.traits.compiled and not result.cuda:
         advice = "Compile it again on the GPU that it must run on."
         yield Finding("other-architecture", "error", result.cuda.reason, result.cuda.evidence, (advice,))
     # Versions and hardware that the file records and that differ from those here. They do not prevent loading.
@@ -528,7 +529,7 @@ def _findings(result: Check) -> Iterator[Finding]:
 def _of_file(checkpoint: Checkpoint, devices: Devices, release: tuple[int, ...]) -> Iterator[Finding]:
     """The findings about the file itself, with severities for this machine."""
     # Whether load refuses names in it that no program has allowed, or arrays of anything but numbers and strings.
-    pickles = () if checkpoint.format in PROGRAMS else loaded_pickles(checkpoint)
+    pickles = () if checkpoint.traits.program else loaded_pickles(checkpoint)
     refused = bool(_TorchDefault(release).refused(pickles)) or not are_plain(pickles)
     if refused and not any(finding.code == "needs-trust" for finding in checkpoint.findings):
         nested = [use for use in checkpoint.globals if use.full_name in NESTED]
@@ -536,7 +537,7 @@ def _of_file(checkpoint: Checkpoint, devices: Devices, release: tuple[int, ...])
         names = tuple(f"{use.full_name}: {use.purpose}" for use in nested)
         yield Finding("needs-trust", "error", title, names, safe_globals_lines(nested, load="transload.load"))
     # Only other files of a directory or other records of an archive may be dangerous, which load does not read.
-    apart = checkpoint.safety == "dangerous" and checkpoint.format not in PROGRAMS
+    apart = checkpoint.safety == "dangerous" and not checkpoint.traits.program
     apart = apart and judge_pickles(pickles).safety != "dangerous"
     for finding in checkpoint.findings:
         if apart and finding.code in ("dangerous-globals", "dangerous-use"):

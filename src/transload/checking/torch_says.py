@@ -16,7 +16,7 @@ from dataclasses import field
 from functools import cache
 from typing import Literal
 
-from transload.checkpoint import PROGRAMS, Checkpoint
+from transload.checkpoint import Checkpoint
 from transload.diagnose.tables import numbers_of
 from transload.errors import TransloadError
 from transload.findings import packaged
@@ -128,7 +128,8 @@ class _Predictor:
         return Prediction("unknown", torch=self.torch.version, warnings=warnings)
 
     def outcome(self) -> Prediction:
-        path, kind = self.checkpoint.path, self.checkpoint.format
+        path, form = self.checkpoint.path, self.checkpoint.traits
+        container = form.container
         strict = self.weights_only and self.release >= (2, 6)  # older releases refuse with other messages
         if strict and self.torch.is_forced("NO_WEIGHTS_ONLY"):
             return self.raises("RuntimeError", self.words("forced-twice"))
@@ -138,22 +139,22 @@ class _Predictor:
         if path.endswith(".safetensors") and self.release >= (2, 13):
             if "safetensors" in self.torch.absent:
                 return self.raises("RuntimeError", self.words("no-safetensors"))
-            if kind == "safetensors" and self.intact:
+            if form.suffix == ".safetensors" and self.intact:
                 return Prediction("loads", exact=True, torch=self.torch.version)
-            codes = {problem.code for problem in self.checkpoint.problems} if kind == "safetensors" else set()
+            codes = {problem.code for problem in self.checkpoint.problems} if form.suffix == ".safetensors" else set()
             known = next((self.words(code) for code in _texts() if code in codes), "")  # what safetensors 0.8 says
             return self.raises("SafetensorError", known, exact=False) if known else self.unknown()
-        if kind == "torchscript" and "constants.pkl" in self.records:
+        if form.runs == "torch.jit" and "constants.pkl" in self.records:
             warnings = (self.words("script-warning"),)
             return self.raises("RuntimeError", self.words("script"), warnings) if strict else self.unknown(warnings)
-        if kind in PROGRAMS:
+        if form.program:
             # torch opens the archive and finds no object in it; without a top-level directory it does not open it.
             opens = self.intact and "folder" in dict(self.checkpoint.facts) and "data.pkl" not in self.records
             text = self.words("no-record", record="data.pkl")
             return self.raises("RuntimeError", text) if opens else self.unknown()
-        if kind == "torch-tar":
+        if container == "tar":
             return self.raises("RuntimeError", self.words("tar")) if strict else self.unknown()
-        if kind in ("torch-zip", "torch-legacy", "pickle") and "compression" not in dict(self.checkpoint.facts):
+        if container in ("zip", "stream", "bare") and "compression" not in dict(self.checkpoint.facts):
             return self.stream()
         # It is not a checkpoint, or joblib compressed it: torch reads it as a pickle, and its first byte as an opcode.
         head = read_bytes(self.checkpoint.path, 0, 4)
@@ -183,7 +184,7 @@ class _Predictor:
             return self.raises("RuntimeError", self.words("no-directory"), exact=False)
         if main is None:
             return self.unknown()
-        plain = self.checkpoint.format == "pickle"
+        plain = self.checkpoint.traits.container == "bare"
         intact = not main.broken if plain else self.intact
         # Releases differ in the names they allow.
         names = {torch_spelling(*key) for key in main.globals}
@@ -255,7 +256,7 @@ class _Predictor:
             text = self.words("unsupported", message=f"Only persistent_load of storage is allowed, but got {got}")
             return self.refused(text) if self.weights_only else self.unknown()
         record = f"data/{_text(pid[2])}"
-        if self.checkpoint.format == "torch-zip" and record not in self.records:
+        if self.checkpoint.traits.container == "zip" and record not in self.records:
             return self.raises("RuntimeError", self.words("no-record", record=record))
         tag = _text(pid[3])
         if tag in self.usable or (said := self.restored(tag)) is None:

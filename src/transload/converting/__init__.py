@@ -18,7 +18,7 @@ from transload.render.lines import Block, Prose, Table
 from transload.render.words import path_text, plural, printable, size
 from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
-from transload.writing.plan import Candidate, Options, candidates, dtype_of, format_of, size_of
+from transload.writing.plan import Candidate, Options, candidates, dtype_of, size_of, target_format
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def convert(
     refuse_name(target)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)
     options = Options(key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size))
-    format_ = format_of(target, to)
+    format_ = target_format(target, to)
     if options.max_shard_size and format_ != "safetensors":
         raise UsageError("only safetensors can be split into shards", fix="Leave out --max-shard-size.")
     if format_ != "raw" and (target.endswith(("/", os.sep)) or os.path.isdir(target)):

@@ -103,7 +103,7 @@ def is_binary(data: bytes) -> bool:
 
 def not_a_text(path: str) -> UsageError:
     """The error for a file that is not text, or for a stream, which has no path."""
-    from transload.checkpoint import FORMATS
+    from transload.format import FORMATS
     from transload.opening import inspect
 
     name = quoted(path) if path else "FILE"
@@ -114,10 +114,10 @@ def not_a_text(path: str) -> UsageError:
         checkpoint = None
     if checkpoint is None:
         return UsageError("this is not text", where=path, fix=f"{fix}. For a checkpoint: transload inspect {name}")
-    kind = FORMATS.get(checkpoint.format, "")
-    if kind and checkpoint.integrity != "not-a-checkpoint":
+    form = FORMATS.get(checkpoint.format)
+    if form and checkpoint.integrity != "not-a-checkpoint":
         fix = f"See what is in it: transload inspect {name}"
-        return UsageError(f"this is not text but a checkpoint ({kind})", where=path, fix=fix)
+        return UsageError(f"this is not text but a checkpoint ({form.words})", where=path, fix=fix)
     unpack = _UNPACK.get(checkpoint.format)
     fix = f"If it is a log, unpack it: {unpack} {name} | transload explain" if unpack else fix
     title = checkpoint.findings[0].title if checkpoint.findings else ""

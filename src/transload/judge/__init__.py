@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
-from transload.checkpoint import PROGRAMS, Checkpoint
+from transload.checkpoint import Checkpoint
 from transload.contents import GlobalUse, Judgement
 from transload.findings import INTEGRITY, Finding, Integrity, Safety, first_lines, quoted, worst_safety
 from transload.frozen import replace
@@ -14,7 +14,6 @@ from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
 
 __all__ = ["integrity_of", "judge"]
 
-_NOT_LOADED = PROGRAMS | {"dcp", "deepspeed", "megatron", "npy", "npz"}
 _NEED_TRUST = frozenset({"needs-trust", "npy-objects", "rare-opcodes"})  # findings whose fix is to trust the file
 _SHOWN = 8
 
@@ -24,10 +23,11 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
 
     The last two are only added with ``describe``: they are for people.
     """
+    form = checkpoint.traits
     # Allowing names does not help if torch.save did not write the file, or with another pickle protocol.
     foreign = any(problem.code == "plain-pickle" for problem in checkpoint.problems)
     foreign = foreign or any(pickle.rare for pickle in checkpoint.pickles if pickle.main)
-    folder = bool(checkpoint.parts) or checkpoint.format == "torch-directory"  # torch.load takes only files
+    folder = bool(checkpoint.parts) or form.container == "folder"  # torch.load takes only files
     load = "transload.load" if foreign or folder else "torch.load"
     names = _judge_pickles(checkpoint.pickles, load)
     if names.safety == "needs-trust" and checkpoint.parts:
@@ -35,7 +35,7 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     # Names need not be allowed in formats that torch.load does not read. That transload.load makes plain values without
     # trust is not true of a file that it does not read either.
     unread = names.as_data and any(problem.code == "not-a-checkpoint" for problem in checkpoint.problems)
-    trusted = unread or checkpoint.format in _NOT_LOADED
+    trusted = unread or form.named or form.instead != ""
     findings = [f for f in names.findings if f.code != "needs-trust" or not trusted]
     forced: Safety = "data-only"
     if checkpoint.problems:
@@ -44,7 +44,7 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
         forced, caused = judge_problems(checkpoint.problems)
         findings += caused
     rare = sorted({name for pickle in checkpoint.pickles if pickle.main for name in pickle.rare})
-    if rare and checkpoint.format.startswith("torch-") and checkpoint.format not in PROGRAMS:
+    if rare and form.by_torch_save:
         # Even if it is harmless, it can only be loaded without weights_only.
         title = "torch.load refuses it: weights_only=True does not know its pickle protocol"
         evidence = (f"opcodes {', '.join(rare[:_SHOWN])}",)
@@ -64,7 +64,7 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
         flavour = "Lightning checkpoint"
     elif {"ds_version", "module"} <= top:
         flavour = "DeepSpeed model states"
-    base: Safety = "code" if checkpoint.format in PROGRAMS else "data-only"
+    base: Safety = "code" if form.program else "data-only"
     judged = replace(
         checkpoint,
         safety=worst_safety(base, names.safety, forced),
@@ -85,7 +85,7 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     from transload.judge.torch_releases import origin, prediction
 
     # torch.load ignores other records of an archive, and the pickles in them.
-    loaded = [pickle for pickle in checkpoint.pickles if pickle.main or checkpoint.format != "torch-zip"]
+    loaded = [pickle for pickle in checkpoint.pickles if pickle.main or form.container != "zip"]
     part = names if len(loaded) == len(checkpoint.pickles) else _judge_pickles(loaded)
     outcome = prediction(judged, worst_safety(part.safety, forced), as_data=part.as_data)
     return replace(judged, written_by=origin(checkpoint), prediction=f"torch.load {outcome}")

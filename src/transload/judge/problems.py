@@ -23,19 +23,11 @@ from transload.findings import (
     rescue_command,
     worst_safety,
 )
+from transload.format import format_of
 from transload.frozen import NamedTuple, replace
 
 WITHOUT_CODE = "This extracts only its tensors, without its code, so that no trust is needed."
 """Precedes the ``convert`` command."""
-
-SETS = frozenset({"sharded", "dcp", "deepspeed", "megatron"})
-"""The formats that consist of several files."""
-
-_ARCHIVES = frozenset({"torch-zip", "torchscript", "torch-export"})
-RESCUED = SETS | _ARCHIVES | {"torch-legacy", "safetensors"}
-"""The formats that ``rescue`` accepts."""
-
-_CONVERTED = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory", "torchscript", "pickle"})
 
 
 def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
@@ -80,18 +72,19 @@ def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
 def convert_command(checkpoint: Checkpoint) -> str:
     """The command that extracts the tensors from a pickle; empty for dangerous or damaged files."""
     sound = checkpoint.integrity not in ("damaged", "not-a-checkpoint") and checkpoint.safety != "dangerous"
-    return _convert(checkpoint) if sound and checkpoint.format in _CONVERTED and checkpoint.storages else ""
+    return _convert(checkpoint) if sound and checkpoint.traits.extracted and checkpoint.storages else ""
 
 
 def _rescue(checkpoint: Checkpoint) -> str:
     """The rescue command; empty for formats that it does not accept, for attacks, and where nothing can be saved."""
-    if checkpoint.format not in RESCUED or checkpoint.safety == "dangerous":
+    if not checkpoint.traits.rescued or checkpoint.safety == "dangerous":
         return ""
     whole = any(storage.nbytes and storage.stored >= storage.nbytes for storage in checkpoint.storages)
     if not checkpoint.storages:  # the index of an archive may be damaged, and has a checksum to repair it with
-        whole = checkpoint.format in _ARCHIVES and any(record.name.endswith(".pkl") for record in checkpoint.records)
-    formats = {checkpoint.format, *(dict(part.facts).get("format") for part in checkpoint.parts)}
-    return rescue_command(checkpoint.path, ".safetensors" if "safetensors" in formats else ".pt") if whole else ""
+        whole = any(record.name.endswith(".pkl") for record in checkpoint.records)
+    names = (checkpoint.format, *(dict(part.facts).get("format", "") for part in checkpoint.parts))
+    others = (format_of(name).suffix for name in names if format_of(name).suffix != ".pt")
+    return rescue_command(checkpoint.path, next(others, ".pt")) if whole else ""
 
 
 def _convert(checkpoint: Checkpoint) -> str:

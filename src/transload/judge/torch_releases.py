@@ -60,14 +60,15 @@ def origin(checkpoint: Checkpoint) -> Origin:
             match call:
                 case Call(callee=Global(name="TorchVersion"), args=(str() as version, *_)):
                     recorded["torch"] = version[:_MAX_VERSION]
+    form = checkpoint.traits
     names = {f"{module}.{name}" for pickle in checkpoint.pickles for module, name in pickle.globals}
     clues = [*_container(checkpoint), *(clue for name, clue in _NAMES.items() if name in names)]
     release = ".".join(dict(checkpoint.written_by.recorded).get("torch", "").partition("+")[0].split(".")[:2])
-    if re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", release) and checkpoint.format == "torch-zip":
+    if re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", release) and form.container == "zip":
         clues = [(release, release, "transload recorded it")]
     oldest = max((first for first, _, _ in clues if first), key=_order, default="")
     newest = min((last for _, last, _ in clues if last), key=_order, default="")
-    note = " (or a later one that was asked to write the old format)" if checkpoint.format == "torch-legacy" else ""
+    note = " (or a later one that was asked to write the old format)" if form.container == "stream" else ""
     if oldest and newest and _order(oldest) > _order(newest):  # a later torch has written the old format
         newest = note = ""
     evidence = [text for _, _, text in clues]
@@ -86,15 +87,16 @@ def _order(release: str) -> tuple[int, ...]:
 
 def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
     """The clues in the container."""
+    form = checkpoint.traits
     names = [record.name for record in checkpoint.records]
     partial = any(problem.code in _PARTIAL for problem in checkpoint.problems)
     byteorder = "byteorder" in names
     signed = byteorder or ".data/serialization_id" in names
-    if checkpoint.format == "torch-tar":
+    if form.container == "tar":
         yield ("0.1.1", "0.1.9", "a tar archive")
-    elif checkpoint.format == "torch-legacy":
+    elif form.container == "stream":
         yield ("0.1.10", "1.5", "the magic-number stream")
-    elif checkpoint.format == "torchscript":
+    elif form.runs == "torch.jit":
         if "model.json" in names:
             yield ("1.0", "1.2", "a TorchScript archive with `model.json`")
         elif signed:
@@ -103,7 +105,7 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
             yield ("1.3", "1.5", "a TorchScript archive with `version` first")
         elif not partial:
             yield ("1.6", "2.0", "a TorchScript archive without `byteorder`")
-    elif checkpoint.format == "torch-export":
+    elif form.runs == "torch.export":
         if "serialized_state_dict.json" in names:
             yield ("2.1", "2.2", "the record `serialized_state_dict.json`")
         elif "serialized_state_dict.pt" in names:
@@ -113,7 +115,7 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
         elif any(name.endswith("_weights_config.json") for name in names):
             yield ("2.9", "", "weights with a config file")
     # Without an index, the save was interrupted too early to leave clues.
-    elif checkpoint.format in ("torch-zip", "torch-directory") and "data.pkl" in names:
+    elif form.container in ("zip", "folder") and "data.pkl" in names:
         facts = dict(checkpoint.facts)
         if names[:1] == ["version"]:
             first = any(name.startswith("tensors/") for name in names) or facts.get("version") == "1"
@@ -137,25 +139,6 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
 
 # -- what plain torch.load(path) will do, in a sentence or two
 
-_OTHER_LOADER: dict[str, str] = {
-    "torchscript": "fails: this is a program, load it with torch.jit.load(path, map_location='cpu')",
-    "torch-export": "fails: this is a program, load it with torch.export.load(path)",
-    "aotinductor": "fails: this is compiled code, load it with torch._inductor.aoti_load_package(path)",
-    "torch-package": "fails: this is a package of code, open it with torch.package.PackageImporter(path)",
-    "torch-tar": "refuses this format unless weights_only=False; do that only if you trust the file",
-    "sharded": "loads only one shard at a time: the index lists which file has which tensors",
-    "dcp": "fails on a directory: use torch.distributed.checkpoint.load, or convert it to a file: transload convert "
-    "DIR NEW.pt, or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
-    "deepspeed": "fails on a directory: gather it with python -m deepspeed.utils.zero_to_fp32 DIR OUT",
-    "megatron": "fails on a directory: load it with Megatron",
-    "directory": "fails on a directory",
-    "safetensors": "loads it only from torch 2.13 on, if its name ends in .safetensors; "
-    "otherwise use safetensors.torch.load_file(path)",
-    "npz": "fails: read it with numpy.load(path), or with transload.load",
-    "npy": "fails: read it with numpy.load(path), or with transload.load",
-    "gguf": "fails, with an error that does not say why: it is a file of llama.cpp, and transload.load reads what is "
-    "not quantized",
-}
 # Problems that torch does not detect, and that make other programs read something else.
 _TWO_READINGS = {
     *("zip-directory-record", "zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ"),
@@ -201,14 +184,11 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
         from transload.judge.problems import rule_of
 
         unreadable = any(rule_of(code).integrity in ("repairable", "damaged") for code in noticed)
-    if checkpoint.format == "safetensors" and unreadable:
-        return "fails, and so does safetensors.torch.load_file(path): the file is damaged"
-    if checkpoint.format == "gguf" and unreadable:
-        return "fails, and so does transload.load: the file is damaged"
-    if checkpoint.format == "torch-directory":
-        return f"fails on a directory: {step_of(rescue_command(checkpoint.path)).text} packs it into a file"
-    if checkpoint.format in _OTHER_LOADER:
-        return _OTHER_LOADER[checkpoint.format]
+    form = checkpoint.traits
+    if form.other_loader and unreadable:
+        return f"fails, and so does {form.other_loader}: the file is damaged"
+    if form.torch_load:
+        return form.torch_load.replace("{rescue}", step_of(rescue_command(checkpoint.path)).text)
     if checkpoint.path.endswith(".safetensors"):
         return "fails from torch 2.13 on: its name says safetensors, but it is another format; rename it"
     if checkpoint.integrity == "not-a-checkpoint":

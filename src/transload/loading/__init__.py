@@ -150,7 +150,7 @@ def load(
 
             make = partial(load_trusted, pickle_module=pickle_module, **pickle_load_args)
         try:
-            if trusted and checkpoint.format in ("torchscript", "torch-export"):
+            if trusted and checkpoint.traits.runs:
                 made = load_program(opened.files[0], device_map.device)
             else:
                 made = _each_file(opened, device_map, options, make)
@@ -160,11 +160,11 @@ def load(
             raise
         opened.check_unchanged()
         opened.seek_past_content()
-    if plan.warning or checkpoint.findings:
+    if plan.warning:
+        warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=2)
+    if checkpoint.findings:
         from transload.judge.problems import load_warning
 
-        if plan.warning:
-            warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=2)
         if wrong := load_warning(checkpoint):
             warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
     return made
@@ -193,7 +193,7 @@ def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, tru
 def _refuse(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise if the file must not be loaded. Damage comes first: what is not a checkpoint is never called unsafe."""
     # A sound file with nothing but tensors needs no further checks.
-    plain = checkpoint.counted or checkpoint.format == "safetensors"
+    plain = checkpoint.counted or checkpoint.traits.named
     plain = plain and not checkpoint.problems and checkpoint.safety == "data-only"
     if not plain:
         from transload.judge.problems import refuse_broken
@@ -235,16 +235,16 @@ def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptio
             state.map_location = device_map.locations or None
         for file in opened.files:
             storages = read_storages(file, device_map, options)
-            plain = file.checkpoint.format in ("safetensors", "gguf", "npz", "npy")
+            plain = file.checkpoint.traits.named
             made.append(plain_tensors(file, storages, device_map) if plain else make(file, storages, device_map))
     finally:
         if has_state:
             state.map_location = before
-    path = opened.checkpoint.path
-    if opened.checkpoint.format != "sharded":
+    path, form = opened.checkpoint.path, opened.checkpoint.traits
+    if not form.several:
         if not made:
             raise LoadError("there is nothing in it to load", where=path)
-        return made[0][""] if opened.checkpoint.format == "npy" else made[0]
+        return made[0][""] if form.nameless else made[0]
     joined: dict[Any, Any] = {}
     for shard in made:
         if not isinstance(shard, Mapping):
@@ -314,7 +314,7 @@ class _Reader:
         # The byte order if the archive does not say: little, unless the program has set another default in torch.
         self._big_endian = False
         default_order = getattr(torch.serialization, "get_default_load_endianness", None)
-        is_unstated = file.checkpoint.format == "torch-zip" and "byteorder" not in dict(file.checkpoint.facts)
+        is_unstated = file.checkpoint.traits.container == "zip" and "byteorder" not in dict(file.checkpoint.facts)
         if is_unstated and default_order is not None:
             default = default_order()
             named = "little" if default is None else str(default.name).lower()
@@ -379,7 +379,7 @@ class _Reader:
             made = self._torch.UntypedStorage(storage.nbytes, device="meta")
             if storage.offset is not None:
                 made._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
-            if self._faked and self._file.checkpoint.format != "torch-legacy":  # where torch forgets the device
+            if self._faked and self._file.checkpoint.traits.container != "stream":  # where torch forgets the device
                 made._fake_device = storage.device  # noqa: SLF001 - the same
             return made
         if self._skips or not storage.nbytes:

@@ -126,9 +126,9 @@ class Handle(Mapping[str, "torch.Tensor"]):
     def _metadata(self) -> dict[str, Any]:
         opened, checkpoint = self._opened, self.checkpoint
         opened.check_open()
-        out: dict[str, Any] = header_values(opened.file()) if checkpoint.format == "gguf" else {}
+        out: dict[str, Any] = header_values(opened.file()) if checkpoint.traits.metadata == "values" else {}
         for file in opened.files:  # all shards together
-            if file.checkpoint.format == "safetensors":
+            if file.checkpoint.traits.metadata == "text":
                 out |= header_metadata(opened.file(file.name))
         for leaf in checkpoint.leaves:
             if leaf.name in out:

@@ -690,12 +690,10 @@ class _Loading:
     @cached_property
     def _values(self) -> list[str]:
         """The file's keys of entries that are not tensors: an epoch, extra state."""
-        from transload.contents import PROGRAMS
-
         checkpoint, branch = self._opened.checkpoint, self._match.branch
         path = branch.path
         modules = not all(_MARKERS.isdisjoint(tensor.path[len(path) :]) for tensor in branch.tensors.values())
-        if modules or checkpoint.format in PROGRAMS:
+        if modules or checkpoint.traits.program:
             return []  # attributes of an object are not entries
         below = (leaf.path[len(path)] for leaf in checkpoint.leaves if leaf.path[: len(path)] == path != leaf.path)
         return [str(step) for step in dict.fromkeys((*below, *branch.deep.values()))]

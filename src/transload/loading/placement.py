@@ -54,8 +54,6 @@ _Chosen = tuple[str, Reason, str]
 _WIDE = frozenset({"float64", "complex128"})
 """dtypes that mps does not have: https://github.com/pytorch/pytorch/issues/79019"""
 _HALVED = {"float32": 2, "float64": 4}
-_MAPPED = frozenset({"torch-zip", "safetensors", "gguf"})
-_UNTAGGED = frozenset({"safetensors", "sharded", "gguf", "npz", "npy"})
 
 
 class Move(Frozen):
@@ -301,7 +299,7 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
         refused = f"map_location is of type {kind}, which does not name a device"
         fix = f"Pass map_location='{meant}'." if meant else "Pass map_location=a name such as 'cpu' or 'cuda:0'."
     # In these formats, only a pickle says which device a tensor was on.
-    untagged = "the file names no device" if checkpoint.format in _UNTAGGED and not checkpoint.pickles else ""
+    untagged = "the file names no device" if not (checkpoint.traits.tagged or checkpoint.pickles) else ""
     moves = tuple(
         Move(tag, device, why, totals[tag].tensors, totals[tag].nbytes, untagged if why == "saved" else detail)
         for tag, (device, why, detail) in chosen.items()
@@ -448,7 +446,7 @@ def _shortages(
         roomy.sort(key=lambda other: other.name == "cpu")
         instead = [f"map_location='{other.name}', which has {size(other.free)} free" for other in roomy]
         # Whether torch could map the file instead of reading it.
-        mapped = checkpoint.format in _MAPPED and not any(
+        mapped = checkpoint.traits.mapped and not any(
             storage.compressed or storage.big_endian or storage.offset is None for storage in checkpoint.storages
         )
         if mapped and not any(other.name == "cpu" for other in roomy):

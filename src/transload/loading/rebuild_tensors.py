@@ -70,7 +70,7 @@ class Rebuilder:
         self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
         self._tar_tensors: Mapping[str, Any] = {}
         self._tar_storages: Mapping[str, Any] = {}
-        if file.checkpoint.format == "torch-tar":
+        if file.checkpoint.traits.container == "tar":
             from transload.formats.torch_legacy import TarReader
 
             reader = TarReader(file.open(""))  # as when its tensors were found

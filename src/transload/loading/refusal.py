@@ -36,31 +36,6 @@ _REGISTERED_BY = (
 _PLAIN = frozenset(name for name in TORCH_DEFAULT if not name.startswith(("torch.nested.", "torch.distributed.")))
 _KNOWN = _PLAIN | ALSO_DATA
 
-_PROGRAMS = {
-    "torchscript": "a TorchScript program",
-    "torch-export": "a torch.export program",
-    "aotinductor": "an AOTInductor package, which is compiled code",
-    "torch-package": "a torch.package archive, which holds code",
-}
-_PROGRAM_FIXES = {
-    "torchscript": "Run it with torch.jit.load(path, map_location='cpu'), or pass weights_only=False.",
-    "torch-export": "Load it with torch.export.load(path), which needs the devices it names; or pass "
-    "weights_only=False, which moves it to those that exist.",
-    "aotinductor": "Load it with torch._inductor.aoti_load_package(path).",
-    "torch-package": "Open it with torch.package.PackageImporter(path).",
-}
-_DIRECTORIES = {
-    "dcp": (
-        "a torch.distributed.checkpoint directory",
-        "Convert it to a file first: transload convert DIR NEW.pt; transload.open and load_into read it as it is.",
-    ),
-    "deepspeed": (
-        "a DeepSpeed checkpoint directory",
-        "Gather it first, with DeepSpeed: python -m deepspeed.utils.zero_to_fp32 DIR OUT",
-    ),
-    "megatron": ("a Megatron checkpoint directory", "Load it with Megatron, which puts its ranks together."),
-}
-
 
 class Allowed:
     """Which names are allowed. Made for each load, since a program may change what it allows at any time."""
@@ -148,19 +123,18 @@ def is_plain(tensor: Tensor) -> bool:
 
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise for directories of ranks, files without a dtype that torch has, and programs unless they are trusted."""
-    kind = checkpoint.format
     left = next((finding for finding in checkpoint.findings if finding.code in LEFT_OUT), None)
     if left is not None and not any(map(is_plain, checkpoint.tensors)):
         what = f"nothing in it is a tensor to torch: {sentence_of(left)}"
         raise LoadError(what, where=checkpoint.path, fix="\n".join(left.fix))
-    if kind in _DIRECTORIES:
-        what, fix = _DIRECTORIES[kind]
-        raise LoadError(f"this is {what}, which is not loaded as one object", where=checkpoint.path, fix=fix)
-    if kind in _PROGRAMS and not (trusted and kind in ("torchscript", "torch-export")):
-        what = f"this is {_PROGRAMS[kind]}, not a file of tensors"
-        what += "" if trusted else ", and weights_only=True runs no program"
-        without = _without_code(checkpoint) if kind == "torchscript" else ""
-        raise UnsafeError(what, where=checkpoint.path, fix=_PROGRAM_FIXES[kind] + without)
+    form = checkpoint.traits
+    what = f"this is {'an' if form.words[0] in 'AEIO' else 'a'} {form.words}"
+    if form.instead and not form.program:
+        raise LoadError(f"{what}, which is not loaded as one object", where=checkpoint.path, fix=form.instead)
+    if form.program and not (trusted and form.runs):
+        what += ", which is compiled code" if form.compiled else ""
+        what += ", not a file of tensors" + ("" if trusted else ", and weights_only=True runs no program")
+        raise UnsafeError(what, where=checkpoint.path, fix=form.instead + _without_code(checkpoint))
 
 
 def plain_part(checkpoint: Checkpoint) -> Checkpoint:
@@ -184,7 +158,7 @@ def leave_out(opened: OpenCheckpoint) -> None:
 
 def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
     """The pickles that loading reads; others are in records and files that it ignores."""
-    if checkpoint.format in ("torch-legacy", "torch-tar"):
+    if checkpoint.traits.container in ("stream", "tar"):
         return checkpoint.pickles
     return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
 

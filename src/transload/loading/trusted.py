@@ -142,7 +142,7 @@ def load_program(file: CheckpointFile, device_of: DeviceOf) -> Any:
     """
     import torch
 
-    checkpoint, is_script = file.checkpoint, file.checkpoint.format == "torchscript"
+    checkpoint, is_script = file.checkpoint, file.checkpoint.traits.runs == "torch.jit"
     if file.index:
         fix = "Zip the folder itself, without compression, and load the archive."
         raise LoadError("this program is unpacked", where=checkpoint.path, fix=fix)
@@ -259,7 +259,8 @@ def load_trusted(
     kind, checkpoint, path = unpickler_of(pickle_module or pickle), file.checkpoint, file.checkpoint.path
     source = file.open(file.index)  # the pickle of an unpacked archive, else the file
     load_from_bytes: Callable[[bytes], Any] | None = None
-    tar = checkpoint.format == "torch-tar"
+    container = checkpoint.traits.container
+    tar = container == "tar"
 
     def find(pid: Any) -> Any:
         """What an id names: a storage, a class with its source, or in a tar archive a tensor."""
@@ -293,12 +294,12 @@ def load_trusted(
             from transload.formats.torch_legacy import TarReader
 
             return unpickled(as_file(TarReader(source).found["pickle"]), find)
-        if checkpoint.format == "torch-legacy":
+        if container == "stream":
             stream = as_file(source)
             for _ in range(3):  # skip the magic number, the protocol version and the system info
                 unpickled(stream)
             return unpickled(stream, find)
-        if checkpoint.format == "pickle":
+        if container == "bare":
             main = checkpoint.pickles[0]
             if main.raw:  # pickle cannot read joblib's arrays, but the same calls in protocol 5
                 from transload.formats.pickle_writer import dumps

@@ -124,9 +124,10 @@ class OpenCheckpoint:
             return
         checkpoint, end = self.checkpoint, self._stream.size
         storages = [each.offset + each.stored for each in checkpoint.storages if each.offset and each.stored]
-        if checkpoint.format == "torch-legacy":
+        container = checkpoint.traits.container
+        if container == "stream":
             end = max(0, *storages, sum(pickle.end for pickle in checkpoint.pickles))
-        elif checkpoint.format == "torch-zip":
+        elif container == "zip":
             pickles = {pickle.name for pickle in checkpoint.pickles if pickle.main}
             index = [each.offset + each.stored for each in checkpoint.records if each.name in pickles and each.offset]
             end = (storages or index or [end])[-1]

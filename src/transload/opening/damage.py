@@ -69,7 +69,7 @@ def records_of(reader: ElementReader) -> Records:
     for file, inside in storages.items():
         records: Iterable[Record] = known.get(file) or ()
         # A rank's file is an archive; a .distcp file is many archives in a row, known from its storages.
-        if not records and reader.checkpoint.format in ("deepspeed", "megatron") and not file.endswith(".distcp"):
+        if not records and reader.checkpoint.traits.ranks and not file.endswith(".distcp"):
             source = reader.open_file(file)
             records = read_index(source).records.values() if starts_like_zip(source) else ()
         if not records:
@@ -158,7 +158,7 @@ def _bad_storages(reader: ElementReader, every: Records, bad: Mapping[Key, Probl
     )
     out: dict[str, Damage] = {}
     for file, checkpoint in reader.files:
-        if checkpoint.format == "torch-legacy" and any(p.code == "storage-size" for p in checkpoint.problems):
+        if checkpoint.traits.container == "stream" and any(p.code == "storage-size" for p in checkpoint.problems):
             # The next storage does not begin where the last one that was found ends. So that one is damaged, too.
             placed = [each for each in reader.checkpoint.storages if each.file == file and each.offset is not None]
             for last in sorted(placed, key=lambda each: each.offset or 0)[-1:]:

@@ -261,9 +261,10 @@ def _incomplete(tensor: Tensor) -> str:
 
 def is_constant(checkpoint: Checkpoint, tensor: Tensor) -> bool:
     """Whether a tensor of a program is a constant of its code, not a weight."""
-    if checkpoint.format == "torchscript":
+    runs = checkpoint.traits.runs
+    if runs == "torch.jit":
         return tensor.name.startswith("CONSTANTS.")
-    return checkpoint.format == "torch-export" and "constants" in tensor.path[:2]
+    return runs == "torch.export" and "constants" in tensor.path[:2]
 
 
 def _stored(tensor: Tensor) -> Tensor:

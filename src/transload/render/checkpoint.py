@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from re import compile as regex
 from typing import Any
 
-from transload.contents import FORMATS, Contents, Key, Tensor
+from transload.contents import Contents, Key, Tensor
 from transload.findings import SEVERITIES, Finding, join_names
 from transload.frozen import NamedTuple
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
@@ -60,7 +60,6 @@ _LABEL = 12  # columns
 _HOUSEKEEPING = frozenset(
     {"folder", "version", "byteorder", "format_version", "storage_alignment", "serialization_id", "archive_version"}
 )
-_PLAIN = frozenset({"torch-zip", "torch-legacy", "torch-tar", "torch-directory"})
 _NEAR = 2  # levels below the root; deeper values are details of some module
 _NUMBERS = ("float", "bfloat", "complex", "q", "Q", "IQ", "TQ", "MXFP", "NVFP")
 _DOT = " · "
@@ -160,7 +159,7 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
         out["values"] = _listed(values, len(leaves) - len(near))
 
     # Facts about this kind of container; those of a plain archive are only in the JSON.
-    if checkpoint.format not in _PLAIN:
+    if not checkpoint.traits.by_torch_save:
         facts = [fact for fact in checkpoint.facts if fact[0] not in _HOUSEKEEPING]
         words = [((f"{printable(name)} {printable(text, 60)}", ""),) for name, text in facts[:_FACTS]]
         out["facts"] = _listed(words, len(facts) - _FACTS)
@@ -210,7 +209,7 @@ def summary_lines(checkpoint: Contents) -> list[str]:
 
 def format_words(checkpoint: Contents) -> str:
     """The format in words, with the flavour if it has one."""
-    words = FORMATS.get(checkpoint.format, checkpoint.format)
+    words = checkpoint.traits.words
     return printable(f"{words}, {checkpoint.flavour}" if checkpoint.flavour else words)
 
 

@@ -21,11 +21,12 @@ from operator import attrgetter
 from struct import pack
 from typing import Any, Literal
 
-from transload.checkpoint import FORMATS, Checkpoint, Record, Tensor
-from transload.contents import PROGRAMS, byte_span, with_parts
+from transload.checkpoint import Checkpoint, Record, Tensor
+from transload.contents import byte_span, with_parts
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import join_names, quoted, rescue_command
+from transload.format import FORMATS, format_of
 from transload.formats import gc_paused, pickle_machine, read_source
 from transload.formats.graph import Locate, StorageTable, Tree, declared_storages, find_tensors
 from transload.formats.pickle_streams import run_at
@@ -38,7 +39,7 @@ from transload.io.packed import Assembly, SourceRange
 from transload.io.pool import progress_counter
 from transload.io.sources import Progress, Source, SourceLike, is_set, open_source
 from transload.judge import judge
-from transload.judge.problems import SETS, rule_of
+from transload.judge.problems import rule_of
 from transload.nodes import REBUILDS, Call, Dict, called, walk_nodes
 from transload.opening import OpenCheckpoint, inspect
 from transload.opening.damage import Key, damages, key_of, records_of, sum_records
@@ -207,7 +208,7 @@ def rescue(
     for each in existing:  # only the report of another rescue is overwritten unasked
         if each == target or not begins_with(each, _REPORT):
             refuse_existing(each, overwrite=overwrite)
-    if is_set(path) and inspect(path).format in SETS:
+    if is_set(path) and inspect(path).traits.several:
         if fill or member:
             what = "several files become one new file without the lost tensors: there is nothing to fill or to extract"
             raise UsageError(what, where=path, fix="Omit fill and member.")
@@ -241,14 +242,15 @@ def _rescue_file(
         with gc_paused():
             recovered, checkpoint = completed(recovered, fill=fill is not None)
             # An archive of arrays may have no record left that shows what it was.
-            format_ = checkpoint.format if checkpoint.format in FORMATS else read_source(source).format
-            if format_ in ("gguf", "npz", "npy"):
-                what = f"rescue does not accept files of this format ({FORMATS[format_]})"
+            known = checkpoint.format in FORMATS
+            form = format_of(checkpoint.format if known else read_source(source).format)
+            if form.named and not form.rescued:
+                what = f"rescue does not accept files of this format ({form.words})"
                 raise RescueError(what, where=checkpoint.path, fix="transload.open reads the tensors that are whole.")
-            if checkpoint.format not in FORMATS:
+            if not known:
                 raise _nothing_to_rescue(checkpoint, checkpoint.path, recovered.lost_records)
             # The file keeps its format, and loaders rely on this suffix.
-            if target and target.lower().endswith(".safetensors") != (checkpoint.format == "safetensors"):
+            if target and target.lower().endswith(".safetensors") != (form.suffix == ".safetensors"):
                 what = f"the rescued file has the format {checkpoint.format}: rescue does not change the format"
                 fix = "Choose a matching name, then convert it: transload convert RESCUED OTHER."
                 raise UsageError(what, where=target, fix=fix)
@@ -262,10 +264,10 @@ def _rescue_file(
             readable = any(not pickle.broken and pickle.end > pickle.start for pickle in main)
             # A program runs without the debug records, which map its lines to the original source.
             runs = all(record.name.endswith((".debug_pkl", "version")) for record in records)
-            incomplete = kept and checkpoint.format in ("torchscript", "torch-export") and not runs
+            incomplete = kept and form.runs and not runs
             out: Source | None = None
             unfilled: list[str] = []
-            if not kept and (lost or not (readable or checkpoint.format == "safetensors")):
+            if not kept and (lost or not (readable or form.named)):
                 how = "nothing"
             elif incomplete or (lost and not fill):
                 out = without_lost(recovered, checkpoint, outcomes)
@@ -465,10 +467,10 @@ def _rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, pro
         if not result.done:
             return result
         from transload.writing import write_content
-        from transload.writing.plan import Options, format_of
+        from transload.writing.plan import Options, target_format
 
         overlay.checkpoint = replace(checkpoint, tensors=kept)
-        kind = format_of(target)
+        kind = target_format(target)
         new = write_content(overlay, target, kind, Options(), verify=True, overwrite=overwrite, progress=progress)
         beside = (f"everything that is not a tensor, as plain data: {new.leftovers}",) if new.leftovers else ()
         others = tuple(LostRecord(each.name, each.why) for each in (*new.left, *new.listed) if each.name not in lost)
@@ -504,7 +506,7 @@ def is_program(checkpoint: Checkpoint) -> bool:
     """Whether its tensors belong to a program, from which none can be removed, even if its code is lost."""
     pickles = [pickle for pickle in checkpoint.pickles if pickle.main]
     scripted = any(name.module.split(".")[0] == "__torch__" for pickle in pickles for name in pickle.globals.values())
-    return checkpoint.format in PROGRAMS or scripted
+    return checkpoint.traits.program or scripted
 
 
 class Outcomes:
@@ -566,7 +568,7 @@ def completed(recovered: Recovered, *, fill: bool) -> tuple[Recovered, Checkpoin
     they would have in the program.
     """
     checkpoint = read_source(recovered.source)
-    if not recovered.records or checkpoint.format != "torch-zip":
+    if not recovered.records or checkpoint.traits.container != "zip":
         return recovered, checkpoint
     if not is_program(checkpoint) and _is_index_damaged(recovered, checkpoint):
         recovered = _with_rebuilt_index(recovered)
@@ -742,12 +744,13 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
     source = recovered.source
     lost = {tensor.name for tensor in checkpoint.tensors if outcomes.of(tensor).state == "lost"}
     kept = [tensor for tensor in checkpoint.tensors if tensor.name not in lost]
-    if checkpoint.format == "safetensors":
+    form = checkpoint.traits
+    if form.named:
         return _safetensors_of(source, checkpoint, kept)
     if is_program(checkpoint):
         return _weights_of(source, checkpoint, kept)
     pickle = next((pickle for pickle in checkpoint.pickles if pickle.main), None)
-    if pickle is None or checkpoint.format not in ("torch-zip", "torch-legacy"):
+    if pickle is None or form.container not in ("zip", "stream"):
         what = "tensors cannot be left out of a file of this format"
         raise RescueError(what, where=source.name, fix="Fill them: --fill zeros (fill='zeros' in Python).")
     by_key = {storage.key: storage for storage in checkpoint.storages}
@@ -763,7 +766,7 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, outcomes: Outcome
         what = f"the index cannot be written without them ({error.what})"
         raise RescueError(what, where=source.name, fix="Fill them: --fill zeros (fill='zeros' in Python).") from error
     needed = declared_storages(pickle_machine.run(index, name="data.pkl"))
-    if checkpoint.format == "torch-legacy":  # the first three pickles, the new object, and the storages it needs
+    if form.container == "stream":  # the first three pickles, the new object, and the storages it needs
         position = 0
         for _ in range(3):
             _, position = run_at(source, position, "")

@@ -20,6 +20,7 @@ from transload.checkpoint import Checkpoint, Record
 from transload.devices import KINDS, closest_kind
 from transload.errors import ForbiddenWriteError, RetagError, UsageError
 from transload.findings import SEVERITIES, Problems, quoted, rescue_command
+from transload.format import SAVE_AGAIN
 from transload.formats import gc_paused, read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
@@ -231,58 +232,28 @@ def _device(name: object) -> str:
 
 # -- which files cannot be retagged
 
-_AGAIN = "Load it with transload.load and save it again."
-
-# By format: why not, and what to do; empty if that depends on the files of a checkpoint.
-_UNSUPPORTED: dict[str, tuple[str, str]] = {
-    "torchscript": (
-        "it is a TorchScript program: its code names devices, too",
-        "Move it with torch: torch.jit.load(path, map_location='cpu').save(other)",
-    ),
-    "torch-export": (
-        "it is a torch.export program: its graph names devices, too",
-        "Move it like this: torch.export.save(transload.load(path, weights_only=False), other)",
-    ),
-    "aotinductor": ("it is a compiled AOTInductor package, for one kind of device", "Compile it for the other device."),
-    "torch-package": ("it is a torch.package archive, with code that may name devices", "Export the package again."),
-    "safetensors": ("a safetensors file carries no device", "There is nothing to change: it loads anywhere."),
-    **dict.fromkeys(
-        ("gguf", "npz", "npy"),
-        ("this format carries no device", "There is nothing to change: transload.load reads it."),
-    ),
-    "torch-tar": ("it has the tar format of torch 0.1", _AGAIN),
-    "torch-directory": ("it is an unpacked archive", "Pack it into a file first, and retag that."),
-    "sharded": ("it is a checkpoint of several files", ""),
-    "dcp": ("torch.distributed.checkpoint names no device to load to", "There is nothing to change."),
-    "deepspeed": ("it is a directory of several files", ""),
-    "megatron": ("it is a directory of several files", ""),
-    "directory": ("it is a directory", "Name a file in it."),
-}
-
 
 def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
     """Refuse a file that has no tags to change, or is damaged; ``to`` is the requested device."""
-    path, kind, findings = checkpoint.path, checkpoint.format, checkpoint.findings
+    path, form, findings = checkpoint.path, checkpoint.traits, checkpoint.findings
     worst = min(findings, key=lambda finding: SEVERITIES.index(finding.severity), default=None)
     why = worst.title if worst else "it is damaged"
     repair = "\n".join(command_lines(findings))
     if checkpoint.integrity == "not-a-checkpoint":
         what = why if why.startswith("not a checkpoint") else f"it is not a checkpoint: {why}"
         raise RetagError(what.removesuffix(", not a checkpoint"), where=path, fix=repair)
-    if kind not in ("torch-zip", "torch-legacy", "pickle"):
-        why, fix = _UNSUPPORTED.get(kind, (f"files of the format {kind} cannot be retagged", _AGAIN))
-        if kind == "torch-directory":
-            fix = f"{fix}\n{rescue_command(path)}"
-        elif not fix:
+    if form.retag[0]:
+        why, fix = form.retag
+        if not fix:
             from pathlib import Path
 
             folder = path if Path(path).is_dir() else str(Path(path).parent)
             fix = f"Retag all its files by naming their directory: transload retag {quoted(folder)} --to {quoted(to)}"
             if {Path(part.name).suffix for part in checkpoint.parts} - {"", ".json"} == {".safetensors"}:
                 fix = "Its files are safetensors, which carry no device: they load anywhere."
-        raise RetagError(why, where=path, fix=fix)
-    if kind == "torch-zip" and any(record.method for record in checkpoint.records):
-        raise RetagError("it was zipped again with compression", where=path, fix=repair or _AGAIN)
+        raise RetagError(why, where=path, fix=fix.replace("{rescue}", rescue_command(path).removeprefix("$ ")))
+    if form.container == "zip" and any(record.method for record in checkpoint.records):
+        raise RetagError("it was zipped again with compression", where=path, fix=repair or SAVE_AGAIN)
     if checkpoint.integrity not in ("whole", "unchecked"):
         see = f"See all findings: transload inspect {quoted(path)}"
         raise RetagError(f"it is damaged: {why}", where=path, fix=repair or see)
@@ -339,14 +310,15 @@ def plan_of(source: FileSource, wanted: TagMap, target: str = "") -> tuple[Retag
 def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap, *, copy: bool) -> tuple[str, Changes]:
     """The method and the changes; ``RetagError`` unless the changed file would differ only in its tags."""
     record = None  # data.pkl of an archive; in the legacy format the pickles follow one another
-    plain = checkpoint.format == "pickle"
+    container = checkpoint.traits.container
+    plain = container == "bare"
     offset, size = 0 if plain else sum(pickle.end for pickle in checkpoint.pickles[:3]), main.end
-    if checkpoint.format == "torch-zip":
+    if container == "zip":
         record = {each.name.lower(): each for each in reversed(checkpoint.records)}["data.pkl"]
         offset, size = record.offset or 0, record.size
     data = source.read(offset, size)
     edits = edits_inside(main, data, wanted.new) if plain else tag_edits(main, data, wanted.new)
-    unusual = RetagError("its storages are not named as torch names them", where=source.name, fix=_AGAIN)
+    unusual = RetagError("its storages are not named as torch names them", where=source.name, fix=SAVE_AGAIN)
     if edits is None:
         raise unusual
     edits.sort()

@@ -20,10 +20,11 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from transload._version import __version__
-from transload.checkpoint import FORMATS, Checkpoint, Record, Tensor
+from transload.checkpoint import Checkpoint, Record, Tensor
 from transload.dtypes import MAX_SIZE
 from transload.errors import CannotReadError, ContentError, ManifestError, TransloadError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
+from transload.format import FORMATS, format_of
 from transload.formats.rebuild_facts import BadTensor, reach
 from transload.formats.record_checksums import Lost, mismatch, new_problems
 from transload.formats.safetensors import header_metadata
@@ -33,7 +34,7 @@ from transload.io.atomic import AtomicFile, refuse_missing_directory
 from transload.io.checksums import fastest_crc32
 from transload.io.sources import FileSource, Progress, SourceLike
 from transload.judge import integrity_of, judge
-from transload.judge.problems import RESCUED, rule_of
+from transload.judge.problems import rule_of
 from transload.nodes import Call, Dict, Global, Persistent
 from transload.opening import OpenCheckpoint, inspect
 from transload.opening.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
@@ -307,7 +308,7 @@ class _Scan:
         # second: safetensors.torch.save_model writes it, load_model reads it. Each shard may list those of all shards.
         known, aliases = {entry.name: entry for entry in self._entries}, dict[str, TensorSum]()
         for file, part in reader.files if self._hashes else ():
-            if part.format == "safetensors":
+            if part.traits.metadata == "text":
                 for alias, name in header_metadata(reader.open_file(file)).items():
                     if name in known and alias not in known and alias != "format":
                         aliases[alias] = known[name]._replace(name=alias)
@@ -362,7 +363,7 @@ def tensor_count(checkpoint: Checkpoint) -> int | None:
     Not listing them halves the time for 10,000 small tensors. ``checkpoint.counted`` also has their number, by
     device tag, but none was looked at.
     """
-    if checkpoint.tensors or checkpoint.format != "torch-zip" or not checkpoint.pickles:
+    if checkpoint.tensors or checkpoint.traits.container != "zip" or not checkpoint.pickles:
         return len(checkpoint.tensors)
     pickle = checkpoint.pickles[0]
     most, count = pickle.end - pickle.start, 0
@@ -547,8 +548,8 @@ def read_manifest(path: str) -> Manifest:
 
 
 def _not_a_manifest(path: str, why: str) -> ManifestError:
-    format_ = FORMATS.get(inspect(path).format)
-    what = f"this is a checkpoint ({format_}), not a manifest" if format_ else f"this is not a manifest: {why}"
+    form = FORMATS.get(inspect(path).format)
+    what = f"this is a checkpoint ({form.words}), not a manifest" if form else f"this is not a manifest: {why}"
     return ManifestError(what, where=path, fix=_FIX)
 
 
@@ -626,7 +627,7 @@ def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block
     yield Prose(((path_text(verification.path, None), "strong"),))
     role, reason = INTEGRITY[verification.integrity]
     yield row("bytes", f"{verification.integrity}: {reason}", role)
-    words = printable(FORMATS.get(verification.format, verification.format))
+    words = printable(format_of(verification.format).words)
     yield row("file", f"{words}, {plural(verification.tensor_count, 'tensor')}, {size(verification.nbytes)}")
     if verification.integrity != "not-a-checkpoint":
         yield from _summary(verification)
@@ -652,9 +653,9 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
     # Suggest a rescue if it can help and no finding has suggested it.
     suggested = any(has_command(finding.fix) for finding in verification.findings)
     useless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
-    rescuable = verification.integrity in ("damaged", "repairable") and verification.format in RESCUED
+    rescuable = verification.integrity in ("damaged", "repairable") and format_of(verification.format).rescued
     if rescuable and not suggested and not useless:
-        command = rescue_command(verification.path, ".safetensors" if verification.format == "safetensors" else ".pt")
+        command = rescue_command(verification.path, format_of(verification.format).suffix)
         yield BLANK
         yield note("to save everything that is intact or provably repairable as a new file:")
         yield Prose(((printable(command, None), ""),), lead=(("    ", ""),), whole=True)
@@ -720,7 +721,7 @@ def several(results: Sequence[Verification], total: int, *, hashes: bool = True)
     for each in results:
         verdict = "differs" if each.differences and each.integrity in ("whole", "unchecked") else each.integrity
         role = "bad" if not each.ok else INTEGRITY[each.integrity][0]
-        columns = printable(FORMATS.get(each.format, each.format)), count(each.tensor_count), size(each.nbytes)
+        columns = printable(format_of(each.format).words), count(each.tensor_count), size(each.nbytes)
         checksums: Words = count(each.checksums) if each.checksums else (("none", "dim"),)
         rows.append((path_text(each.path), *columns, checksums, ((verdict, role),)))
     if results:

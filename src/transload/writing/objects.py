@@ -18,7 +18,7 @@ from math import isfinite, prod
 from struct import unpack
 from typing import Any, NamedTuple
 
-from transload.checkpoint import PROGRAMS, Key, Storage, Tensor
+from transload.checkpoint import Key, Storage, Tensor
 from transload.dtypes import FROM_NUMPY
 from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
 from transload.formats.graph import MODULE_KEYS, RECONSTRUCTORS, call_items, leaf_kind, short_key, with_slots
@@ -385,10 +385,11 @@ def with_arrays(reader: ElementReader, modules: set[Path], *, into_objects: bool
     attributes of objects, and in mappings of other classes.
     """
     checkpoint = reader.checkpoint
-    main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or checkpoint.format != "dcp")]
+    form = checkpoint.traits
+    main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or not form.flattened)]
     named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
     # Where several shards fill one dictionary, a path does not identify the shard.
-    if not named or checkpoint.format in PROGRAMS or len({pickle.path for pickle in main}) != len(main):
+    if not named or form.program or len({pickle.path for pickle in main}) != len(main):
         return reader, set()
     search = _Search({tensor.path for tensor in checkpoint.tensors}, modules, into_objects=into_objects)
     for pickle in main:

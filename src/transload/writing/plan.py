@@ -15,14 +15,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transload.checkpoint import Checkpoint, Tensor
-from transload.contents import PROGRAMS
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
 from transload.formats.graph import node_at
 from transload.formats.pickle_writer import dumps
-from transload.formats.safetensors import header_metadata, looks_like_safetensors
-from transload.formats.zip import starts_like_zip
+from transload.formats.safetensors import header_metadata
 from transload.formats.zip_writer import opening_records
 from transload.nodes import Dict
 from transload.opening.elements import Allowance, ElementReader, is_constant
@@ -60,10 +58,10 @@ class Options(NamedTuple):
     max_shard_size: int = 0
 
 
-def format_of(dst: str, to: str = "") -> str:
+def target_format(dst: str, to: str = "") -> str:
     """The format to write: ``to``, or the one that the name of the target implies.
 
-    >>> format_of("model.safetensors"), format_of("out/"), format_of("x", "npz")
+    >>> target_format("model.safetensors"), format_of("out/"), format_of("x", "npz")
     ('safetensors', 'raw', 'npz')
     """
     if to in _FORMATS:
@@ -144,7 +142,6 @@ def member_name(name: str) -> str:
 
 # -- the plan
 
-_WITHOUT_OBJECT = frozenset({*PROGRAMS, "sharded"})  # they contain no object that a torch zip could keep
 _WEIGHTS = ("_parameters", "_buffers")
 
 
@@ -166,7 +163,7 @@ class ConversionPlan:
         self.format, self.options = format_, options
         source, self.metadata = _with_aliases(reader)
         self._object = source.checkpoint.root
-        if format_ == "torch" and source.checkpoint.format == "dcp":
+        if format_ == "torch" and source.checkpoint.traits.flattened:
             checkpoint, self._object = unflattened(source.checkpoint)
             source = ElementReader(checkpoint, source.open_file, source.files)
         self.entries: list[TargetTensor] = []
@@ -324,7 +321,9 @@ class ConversionPlan:
         stored = set(self.entries)
         kept = [entry for entry in selected if entry.call is not None or entry in stored]
         structure = None
-        if root is not None and distinct and checkpoint.format not in _WITHOUT_OBJECT and not self.in_parts:
+        form = checkpoint.traits
+        has_object = root is not None and not form.program and (form.flattened or not form.several)
+        if has_object and distinct and not self.in_parts:
             stripped = bool(self.options.strip)
             structure = Structure(root, start, kept, known=paths, modules=self._modules, stripped=stripped)
         if structure is not None and len(structure.placed) == len(kept):
@@ -344,22 +343,24 @@ class ConversionPlan:
 
     def _drop_everything(self, selected: list[TargetTensor]) -> None:
         """Drop the source's object, or what is below the key; its tensors are stored by themselves."""
-        checkpoint = self.checkpoint
-        if checkpoint.format == "gguf":
+        checkpoint, form = self.checkpoint, self.checkpoint.traits
+        if form.metadata == "values":
             from transload.formats.gguf import header_values
 
             values = header_values(self.reader.open_file(""))
             # With two components the path cannot be that of a tensor, which may have the name of a value.
-            self.dropped.append((("gguf", "metadata"), Dict([part for pair in values.items() for part in pair])))
+            self.dropped.append(
+                ((checkpoint.format, "metadata"), Dict([part for pair in values.items() for part in pair]))
+            )
         main = [pickle for pickle in checkpoint.pickles if pickle.main]
         if not self.options.key and (len(main) > 1 or any(pickle.path for pickle in main)):
             for pickle in main:  # the object of each file or item, but not the .metadata of a DCP directory
                 has_values = any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves)
-                if has_values and (pickle.path or checkpoint.format != "dcp"):
+                if has_values and (pickle.path or not form.flattened):
                     self.dropped.append((pickle.path, pickle.root))
             return
         root, path = self._root(selected)
-        if root is not None and checkpoint.format not in PROGRAMS:
+        if root is not None and not form.program:
             self.dropped.append((path, root))
 
     def _root(self, selected: list[TargetTensor]) -> tuple[Any, Path]:
@@ -430,11 +431,9 @@ def _with_aliases(reader: ElementReader) -> tuple[ElementReader, dict[str, str]]
     """
     checkpoint = reader.checkpoint
     metadata: dict[str, str] = {}
-    if checkpoint.format in ("safetensors", "sharded", "directory"):
-        for file in dict.fromkeys(storage.file for storage in checkpoint.storages):
-            source = reader.open_file(file)
-            if looks_like_safetensors(source) and not starts_like_zip(source):
-                metadata.update(header_metadata(source))
+    for file, part in reader.files:
+        if part.traits.metadata == "text":
+            metadata.update(header_metadata(reader.open_file(file)))
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
     names = {a: b for a, b in metadata.items() if b in by_name and a not in by_name and a != "format"}
     tied = [by_name[kept]._replace(name=name, path=(name,)) for name, kept in names.items()]
@@ -463,9 +462,10 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         parts = list(dict.fromkeys(tensor.name.partition("/")[0] for tensor in tensors if "/" in tensor.name))
         if len(parts) > 1 and any("optim" in part.lower() for part in parts):
             yield f"it also holds an optimizer; --key converts one part alone: {join_names(parts, _SHOWN)}"
-    if plan.checkpoint.format in PROGRAMS:
+    form = plan.checkpoint.traits
+    if form.program:
         yield "the program itself is not converted, only its weights"
-    if plan.checkpoint.format in ("deepspeed", "megatron"):
+    if form.ranks:
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
@@ -523,11 +523,12 @@ class Candidate(NamedTuple):
 
 def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
     """Every part of a checkpoint that contains tensors: the whole first, then in file order."""
+    form = checkpoint.traits
     parts: dict[str, list[Tensor]] = {"": []}
     for tensor in checkpoint.tensors:
         parts[""].append(tensor)
         # DCP joins the keys of nested dictionaries with dots: the first one names a part.
-        steps = tensor.name.split(".", 1)[:-1] if checkpoint.format == "dcp" else tensor.name.split("/")[:-1]
+        steps = tensor.name.split(".", 1)[:-1] if form.flattened else tensor.name.split("/")[:-1]
         for length in range(1, min(len(steps), _MAX_LEVELS) + 1):
             key = "/".join(steps[:length])
             if key in parts or len(parts) < _MAX_CANDIDATES:

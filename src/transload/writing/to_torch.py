@@ -33,7 +33,6 @@ _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 # -- tensors that are carried over as they are
 
 _CARRIED_KINDS = ("quantized", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "nested")
-_CARRIED_FORMATS = ("torch-zip", "torch-legacy", "torch-directory", "pickle")
 _CARRIED_CALLS = frozenset(  # functions that weights_only allows and our reader understands
     {
         *(_ORDERED_DICT, "torch.Size", "torch.serialization._get_layout"),
@@ -47,7 +46,7 @@ _UNQUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 
 def carry_over(checkpoint: Checkpoint, entries: Iterable[TargetTensor]) -> None:
     """Set the calls of tensors that are carried over: only calls without anything unexpected in them."""
-    if checkpoint.format not in _CARRIED_FORMATS:
+    if checkpoint.traits.container in ("", "tar"):
         return
     keys = {storage.key for storage in checkpoint.storages}
 
