@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -194,3 +195,14 @@ def test_lost_tensors_fit_a_narrow_terminal(truncated: Path) -> None:
     lines = [plain(line) for line in layout(blocks, Style(width=60, cut=True))]
     assert any(line.startswith(" " * 14 + "rng") and "its bytes are not in the file" in line for line in lines)
     assert max(map(len, lines)) <= 60
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are Unicode on Windows")
+def test_report_of_a_name_that_is_not_utf8_is_strict_json(
+    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")
+    assert main(["rescue", str(broken), target, "--json"]) == 0
+    written = json.loads(Path(f"{target}.rescue.json").read_bytes())
+    assert written == json.loads(capsys.readouterr().out)
+    assert written["out"] == f"{tmp_path}/\\xff.pt"

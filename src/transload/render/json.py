@@ -51,14 +51,15 @@ def _text(value: object) -> str:
     except (ValueError, TypeError):
         text = "\\ud"
     # A surrogate: half of a pair, or one that stands for a byte of a name that is not UTF-8, which few parsers accept.
-    return json.dumps(_plain(value), ensure_ascii=True, allow_nan=False) if "\\ud" in text else text
+    return json.dumps(strict(value), ensure_ascii=True, allow_nan=False) if "\\ud" in text else text
 
 
-def _plain(value: object) -> object:
+def strict(value: object) -> object:
+    """The value as JSON can represent it, for every parser."""
     if isinstance(value, dict):
-        return {_whole(str(key)): _plain(inner) for key, inner in value.items()}
+        return {_whole(str(key)): strict(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [strict(inner) for inner in value]
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

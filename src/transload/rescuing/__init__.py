@@ -44,6 +44,7 @@ from transload.nodes import REBUILDS, Call, Dict, called, walk_nodes
 from transload.opening import OpenCheckpoint, inspect
 from transload.opening.damage import Key, damages, key_of, records_of, sum_records
 from transload.opening.elements import ElementReader
+from transload.render.json import strict
 from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import path_text, plural, printable, size
 from transload.rescuing.archive import (
@@ -221,7 +222,7 @@ def rescue(
         doubt = f"{are} not proven: other damage can look the same, so compare with another copy if there is one"
         result = replace(result, warnings=(*result.warnings, doubt))
     if result.done:
-        text = json.dumps(result.to_dict(), indent=1, ensure_ascii=True)
+        text = json.dumps(strict(result.to_dict()), indent=1, ensure_ascii=True)
         with AtomicFile(result.report) as file:
             file.write([text.encode() + b"\n"])
     return result
