@@ -306,3 +306,14 @@ def test_path_bytes_and_file_object_give_the_same_result(tmp_path: Path) -> None
     first = [tensor.to_dict() for tensor in checkpoints[0].tensors]
     assert all([tensor.to_dict() for tensor in checkpoint.tensors] == first for checkpoint in checkpoints)
     assert len({(checkpoint.safety, checkpoint.integrity) for checkpoint in checkpoints}) == 1
+
+
+def test_wrong_byte_in_the_index_gives_no_values_and_one_story() -> None:
+    whole = forge.checkpoint(forge.pickled(forge.dictionary({"epoch": 3})))
+    at = whole.index(b"epoch") - 5  # the opcode of the text
+    checkpoint = inspect(whole[:at] + b"\xff" + whole[at + 1 :])
+    assert (checkpoint.integrity, checkpoint.leaves) == ("damaged", ())
+    assert checkpoint.prediction == "torch.load fails: the file is damaged"
+    assert "values" not in str(checkpoint)
+    fixes = [line for finding in checkpoint.findings for line in finding.fix]
+    assert not any("torch loads it" in line and "If" not in line for line in fixes), fixes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -314,6 +315,7 @@ def test_equal_names_get_distinct_aliases() -> None:
         "from c import torch as torch_",
         "from d import Outer",
         "from e import int as int_",
+        "# This trusts code that transload does not know, with any arguments: c.torch, e.int",
         "with torch.serialization.safe_globals([Config, Config_, torch_, Outer.Inner, int_, int]):",
         "    obj = torch.load(path)",
     )
@@ -368,6 +370,15 @@ def test_dangerous_file_shows_no_line_that_allows_names() -> None:
         assert checkpoint.safety == "dangerous"
         lines = [line for finding in checkpoint.findings for line in finding.fix]
         assert not any("safe_globals" in line or "weights_only=False" in line for line in lines), lines
+
+
+def test_torchao_must_be_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torchao", raising=False)
+    tensor = forge.name("torchao.quantization", "Int8Tensor")
+    for body, first in ((tensor, True), (forge.list_of(tensor, forge.name("nets", "Net")), False)):
+        with pytest.raises(transload.UnsafeError) as raised:
+            transload.load(forge.checkpoint(forge.pickled(body)))
+        assert raised.value.fix.startswith("Import torchao first: it allows its own classes.") == first
 
 
 @needs_torch(2, 6)

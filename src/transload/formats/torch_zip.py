@@ -197,8 +197,8 @@ def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> T
     from transload.formats.graph import find_tensors
 
     table.enter(pickle.persistent)
-    # An empty stream is not the value None.
-    root = () if pickle.root is None and pickle.end == pickle.start else pickle.root
+    # An empty or broken stream is not the value None.
+    root = () if pickle.root is None and (pickle.broken or pickle.end == pickle.start) else pickle.root
     return find_tensors(root, table, separator=separator)
 
 

@@ -26,7 +26,7 @@ from transload.findings import (
 from transload.format import format_of
 from transload.frozen import NamedTuple, replace
 
-WITHOUT_CODE = "This extracts only its tensors, without its code, so that no trust is needed."
+WITHOUT_CODE = "This extracts only the tensors; no code runs, so you need not trust the file."
 """Precedes the ``convert`` command."""
 
 

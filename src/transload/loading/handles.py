@@ -500,7 +500,9 @@ def build_node(file: CheckpointFile, node: object, device_map: DeviceMap | None 
     part.globals = {key: name for key, name in main.globals.items() if id(name) in names}
     refused = sorted(name.full_name for name in Allowed().refused([part]))
     if refused:
-        what = f"it is made by {', '.join(refused)}, which is not allowed"
+        *others, last = refused
+        what = f"building it needs {', '.join(others)} and {last}, which are not allowed"
+        what = what if others else f"building it needs {last}, which is not allowed"
         fix = "transload.load(path, weights_only=False) builds it, if you trust the author of the file."
         raise UnsafeError(what, where=file.checkpoint.path, fix=fix)
     device_map = device_map or DeviceMap(plan_here(file.checkpoint, "cpu", 0), "cpu", file.checkpoint.path)

@@ -178,7 +178,11 @@ def refuse_unsafe(checkpoint: Checkpoint) -> None:
     dangerous = [use for use in uses if use.verdict == "dangerous"]
     if dangerous or attacks:
         lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(sentence_of(found) for found in attacks)]
-        what = "loading it would run code that no checkpoint needs" if dangerous else "it is built to deceive a loader"
+        what = (
+            "loading it would run code that a checkpoint should not contain"
+            if dangerous
+            else "it is built to deceive a loader"
+        )
         raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=DO_NOT_LOAD)
     if uses:
         names = "1 name that is" if len(uses) == 1 else f"{len(uses)} names that are"
@@ -191,6 +195,8 @@ def refuse_unsafe(checkpoint: Checkpoint) -> None:
         if can_allow and (allowing := safe_globals_lines(uses, judgement.inside, "transload.load")):
             fix = "\n".join(["Only if you trust its author, allow them:", *(f"  {line}" for line in allowing), "or "])
         fix += "pass weights_only=False, which runs whatever the file says."
+        if all(use.module.partition(".")[0] == "torchao" for use in uses) and "torchao" not in sys.modules:
+            fix = f"Import torchao first: it allows its own classes.\n{fix}"
         raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=fix + _without_code(checkpoint))
 
 
