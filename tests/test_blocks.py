@@ -154,7 +154,7 @@ def run(command: str) -> tuple[int, str]:
     elif words[0] == "transload" and words[1] != "run" and not set("|&<$;*`") & set(command):
         return call_in_process(words)
     command = re.sub(r"\bdoctor\b(?=$| --require)", "doctor --no-torch", command)  # to import torch takes seconds
-    process = subprocess.run(["sh", "-c", command], check=False, capture_output=True, encoding="utf-8", timeout=120)  # noqa: S607
+    process = subprocess.run(["sh", "-c", command], check=False, capture_output=True, encoding="utf-8", timeout=300)  # noqa: S607
     return process.returncode, process.stdout + process.stderr
 
 

@@ -19,7 +19,7 @@ from transload.diagnose import children
 from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.host import Host
 
-TIMEOUT = 60.0  # seconds; no test waits that long
+TIMEOUT = 300.0  # seconds; no test waits that long
 SCRIPTS = ("ask_driver", "ask_torch")
 SRC = Path(children.__file__).parents[2]
 

@@ -81,7 +81,7 @@ def test_pasted_text_ends_with_one_ctrl_d(typed: str) -> None:
     try:
         os.write(ours, typed.encode())
         command = [sys.executable, "-m", "transload", "explain", "--no-checks"]
-        result = subprocess.run(command, stdin=theirs, capture_output=True, check=False, timeout=60)
+        result = subprocess.run(command, stdin=theirs, capture_output=True, check=False, timeout=300)
     finally:
         os.close(theirs)
         os.close(ours)

@@ -249,9 +249,9 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 def test_hostile_file_is_reported_quickly() -> None:
     def check(case: str) -> None:
         data, code = HOSTILE[case]
-        started = time.monotonic()
+        started = time.process_time()
         checkpoint = transload.inspect(data)
-        assert time.monotonic() - started < 1
+        assert time.process_time() - started < 1
         assert code in {problem.code for problem in checkpoint.problems}
         assert (checkpoint.integrity == "damaged") == (code not in ("gguf-hole", "gguf-trailing"))
         if checkpoint.integrity == "damaged":

@@ -82,7 +82,7 @@ for path in sys.argv[1:]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
     )
     assert process.stdout.split() == ["NotACheckpointError", "NoTorchError", "MissingFileError"]
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from tests.loading.equal import assert_same
 from transload.loading import load
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=300))
 rank, local = dist.get_rank(), int(os.environ["LOCAL_RANK"])
 
 def tell(**facts):

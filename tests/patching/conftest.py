@@ -52,7 +52,7 @@ def python() -> Python:
             capture_output=True,
             env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1", "NO_COLOR": "1", **env},
             encoding="utf-8",
-            timeout=180,
+            timeout=300,
             check=False,
         )
 

@@ -87,7 +87,7 @@ if __name__ == "__main__":
         queue = context.Queue()
         child = context.Process(target=work, args=(queue, Noted(number)))
         child.start()
-        print(method, *queue.get(timeout=100))
+        print(method, *queue.get(timeout=300))
         child.join()
         assert child.exitcode == 0
     print(torch.cat(list(torch.utils.data.DataLoader(Data(), num_workers=1))).tolist())

@@ -85,10 +85,10 @@ def test_many_lost_ranges_are_filled_in_seconds() -> None:
     source = BytesSource(safetensors_file({f"w{number}": ("F32", [1], b"good") for number in range(count)}))
     data = source.size - 4 * count
     ranges = tuple(LostRange(at, at + 4, "damaged") for at in range(data, source.size, 8))
-    start = time.monotonic()
+    start = time.process_time()
     out = filled(Recovered(source, exact=False, lost_ranges=ranges), read_source(source), "zeros")
     assert out.read(data, 4 * count) == (bytes(4) + b"good") * (count // 2)
-    assert time.monotonic() - start < 30
+    assert time.process_time() - start < 30
 
 
 def test_decompression_bomb_is_refused_within_the_memory_limit(tmp_path: Path) -> None:

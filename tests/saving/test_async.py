@@ -59,7 +59,7 @@ def test_changes_after_the_call_are_not_saved(tmp_path: Path, gate: threading.Ev
     value["view"].zero_()
     assert not future.done()
     gate.set()
-    assert future.result(30) is None
+    assert future.result(300) is None
     one, two = ((tmp_path / name).read_bytes() for name in ("now.pt", "later.pt"))
     assert one[: one.index(b".transload")] == two[: two.index(b".transload")]
 
@@ -73,7 +73,7 @@ def test_storages_of_every_size_are_saved(tmp_path: Path) -> None:
 
 def test_compact_saves_only_the_bytes_of_the_views(tmp_path: Path) -> None:
     base = torch.arange(1_000_000.0)
-    save_async({"a": base[5:9], "b": base[100_000:200_000]}, tmp_path / "a.pt", compact=True).result(30)
+    save_async({"a": base[5:9], "b": base[100_000:200_000]}, tmp_path / "a.pt", compact=True).result(300)
     loaded = torch.load(tmp_path / "a.pt")
     assert loaded["a"].tolist() == [5, 6, 7, 8]
     assert torch.equal(loaded["b"], base[100_000:200_000])
@@ -84,7 +84,7 @@ def test_last_of_many_saves_to_one_path_wins(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     for number in range(10):
         future = save_async({"n": torch.tensor(number)}, path)
-    future.result(30)
+    future.result(300)
     assert int(torch.load(path)["n"]) == 9
     save_async({"n": torch.tensor(10)}, path)
     save({"n": torch.tensor(11)}, path)
@@ -107,7 +107,7 @@ def test_number_of_saves_in_flight_is_limited(tmp_path: Path, gate: threading.Ev
         save_async({}, tmp_path / f"{number}.pt")
     threading.Timer(0.3, gate.set).start()
     started = time.monotonic()
-    save_async({}, tmp_path / "last.pt").result(30)
+    save_async({}, tmp_path / "last.pt").result(300)
     assert time.monotonic() - started > 0.2
     assert len(list(tmp_path.iterdir())) == MAX_IN_FLIGHT + 1
 
@@ -115,7 +115,7 @@ def test_number_of_saves_in_flight_is_limited(tmp_path: Path, gate: threading.Ev
 def test_future_raises_the_error(tmp_path: Path) -> None:
     future = save_async({}, tmp_path / "gone" / "a.pt")
     with pytest.raises(NoDirectoryError):
-        future.result(30)
+        future.result(300)
     assert isinstance(future.exception(), NoDirectoryError)
     assert not future.cancel()
     save({}, tmp_path / "a.pt")  # the error has been seen
@@ -140,12 +140,12 @@ def test_usage_and_pickling_errors_are_raised_by_the_call(tmp_path: Path) -> Non
     with pytest.raises(SaveError):
         save_async({"f": lambda: 1}, tmp_path / "a.pt")
     with pytest.warns(SaveWarning, match="compact=True"):
-        save_async(torch.rand(1_000_000)[:3], tmp_path / "a.pt").result(30)
+        save_async(torch.rand(1_000_000)[:3], tmp_path / "a.pt").result(300)
 
 
 def test_save_async_to_a_file_object(tmp_path: Path) -> None:
     with (tmp_path / "a.pt").open("wb") as file:
-        save_async({"n": torch.tensor(3)}, file).result(30)
+        save_async({"n": torch.tensor(3)}, file).result(300)
     assert int(torch.load(tmp_path / "a.pt")["n"]) == 3
 
 
@@ -220,7 +220,7 @@ def test_failing_done_callback_does_not_stop_other_saves(error: Any, tmp_path: P
     save_async({}, tmp_path / "a.pt").add_done_callback(fail)
     last = save_async({}, tmp_path / "b.pt")
     gate.set()
-    last.result(30)
+    last.result(300)
 
 
 def test_caller_saves_when_no_thread_can_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,9 +235,9 @@ def test_caller_saves_when_no_thread_can_start(tmp_path: Path, monkeypatch: pyte
 
 
 def test_no_thread_remains_after_saving(tmp_path: Path) -> None:
-    save_async({"n": torch.rand(3_000_000)}, tmp_path / "a.pt").result(30)
+    save_async({"n": torch.rand(3_000_000)}, tmp_path / "a.pt").result(300)
     background.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while any("transload" in thread.name for thread in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -265,7 +265,7 @@ def test_saves_before_and_during_exit_are_completed(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(forks.SOURCE)}
     process = subprocess.run(
         [sys.executable, "-c", f"{AT_EXIT}{ENDING}", "ending.pt", "at_exit.pt"],
-        capture_output=True, text=True, check=False, timeout=120, env=env, cwd=tmp_path,
+        capture_output=True, text=True, check=False, timeout=300, env=env, cwd=tmp_path,
     )  # fmt: skip
     assert (process.returncode, process.stderr) == (0, "")
     for name in ("ending.pt", "at_exit.pt"):

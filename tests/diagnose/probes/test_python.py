@@ -89,7 +89,7 @@ def test_path_is_that_of_a_users_program_however_we_were_started(how: str, tmp_p
     write_files(tmp_path, {"extra/": "", "also/": ""})
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}/extra{os.pathsep}also", "PYTHONSAFEPATH": "1" * ("safe" in how)}
     command = start_command(how, tmp_path)
-    process = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environ, check=True, timeout=60)
+    process = subprocess.run(command, capture_output=True, cwd=tmp_path, env=environ, check=True, timeout=300)
     path, asked_path, enabled, asked_enabled, problem = json.loads(process.stdout)
     assert problem == ""
     assert path == asked_path

@@ -17,7 +17,7 @@ from transload.diagnose.host import Host
 from transload.diagnose.probes.python import question, torch_run
 from transload.machine import ChildAnswer, TorchRun, Unknown
 
-TIMEOUT = 60.0
+TIMEOUT = 300.0
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 

@@ -23,7 +23,7 @@ __all__ = ["CALLS", "FakeDriver", "Targets"]
 CALLS = ("set_device", "create_stream", "create_event", "stream_wait_event", "copy", "record_event", "wait_event")
 """The calls of one transfer; any of them may fail."""
 
-DEADLINE = 20.0  # seconds after which a wait gives up
+DEADLINE = 100.0  # seconds after which a wait gives up
 SLOW_COPY = 100_000  # a copy of more bytes takes time
 CONTEXT = 1000  # the context of a device has this handle plus its number
 

@@ -21,7 +21,7 @@ from transload.opening import engine
 from transload.opening.engine import run_lanes
 from transload.opening.jobs import Job, NextJob, Run
 
-DEADLINE = 20.0  # seconds after which a hanging test gives up
+DEADLINE = 100.0  # seconds after which a hanging test gives up
 
 
 class Broken(Exception):  # noqa: N818 - a signal of these tests
@@ -310,7 +310,7 @@ def test_interrupt_waits_for_the_threads(progress: str, times: int) -> None:
     source = str(Path(transload.__file__).parent.parent)
     program = f"import sys; sys.path.insert(0, {source!r})\n{INTERRUPTED}"
     process = subprocess.run(
-        [sys.executable, "-c", program, progress, str(times)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program, progress, str(times)], capture_output=True, text=True, timeout=300, check=False
     )
     assert process.stdout.split() == ["True", "0", "True"], process.stderr
 

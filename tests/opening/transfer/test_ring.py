@@ -171,7 +171,7 @@ def test_forked_child_has_no_kept_lanes() -> None:
         "if not child: os._exit(len(engine._idle))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(engine._idle))\n"
     )
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert process.stdout.split() == ["0", "1"], process.stderr
 
 
