@@ -18,51 +18,68 @@ _LOST = (15, 16)  # GPU_IS_LOST, RESET_REQUIRED
 _ECC = 214
 
 
-@rules("hardware", "N01", "H06", "H02", "H05", "H04", "H03", "H01")
-def card(m: Case) -> Found:
-    """A card that this container, VM or job does not have, that is switched off, lost, broken, or does not start."""
-    notebook, prime, first, nvml = m.surroundings.notebook, m.platform.prime, m.torch.first, m.driver.nvml
+def _bus_line(m: Case) -> str:
     pci = m.hardware.pci
-    shown = [f"{at.address} {_VENDORS.get(at.vendor, f'{at.vendor:04x}')}" for at in pci or () if at.display]
-    bus = f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
     if isinstance(pci, Unknown):
-        bus = f"the PCI bus could not be read: {pci.reason}"
-    without_card = notebook in ("colab", "kaggle") and m.no_gpu
-    if without_card:
-        yield "N01", Match((f"this is {notebook.title()}", bus), m.steps(f"N01 {notebook}"), severity="note")
+        return f"the PCI bus could not be read: {pci.reason}"
+    shown = [f"{card.address} {_VENDORS.get(card.vendor, f'{card.vendor:04x}')}" for card in pci if card.display]
+    return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
 
-    # prime-select chose another card, and no NVIDIA driver is loaded although it is installed
+
+@rules("hardware", "N01")
+def notebook_without_gpu(m: Case) -> Found:
+    """A note: a hosted notebook without a GPU."""
+    notebook = m.surroundings.notebook
+    if notebook in ("colab", "kaggle") and m.no_gpu:
+        evidence = (f"this is {notebook.title()}", _bus_line(m))
+        yield "N01", Match(evidence, m.steps(f"N01 {notebook}"), severity="note")
+
+
+@rules("hardware", "H06")
+def switched_off(m: Case) -> Found:
+    """prime-select chose another card, and no NVIDIA driver is loaded although it is installed."""
+    prime, first = m.platform.prime, m.torch.first
     built = m.platform.kernel in (m.kernel.built_for or ())
-    off = prime in ("intel", "amd") and m.kernel.loaded is False and (built or m.no_gpu) and not m.cuda_works
-    if off:
+    if prime in ("intel", "amd") and m.kernel.loaded is False and (built or m.no_gpu) and not m.cuda_works:
         severity: Severity = "note" if first is None or first.cpu_only else "error"
-        yield "H06", Match((f"prime-select is set to {prime}", bus), severity=severity)
+        yield "H06", Match((f"prime-select is set to {prime}", _bus_line(m)), severity=severity)
 
+
+@rules("hardware", "H02")
+def lost_card(m: Case) -> Found:
+    """A card that no longer answers."""
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
-    lost = (gpu for gpu in nvml.gpus if gpu.code in _LOST)
+    lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
     gone = (f"NVML returns {gpu.code} {result('nvml', gpu.code).name} for GPU {gpu.index}" for gpu in lost)
     evidence = (*dead, *gone, m.logged(r"GPU has fallen off the bus") if m.driver_broken else "")
     if any(evidence):
         yield "H02", Match(evidence, severity="warning" if m.cuda_works else "error")
 
-    # NVIDIA's module is loaded and supports the card, but NVML does not see it
-    waits = m.driver_broken and m.kernel.loaded is True and m.unseen_cards and not m.nvml_works and not m.driver_misfit
-    no_memory = m.logged(r"BAR\d is 0M")
+
+@rules("hardware", "H05", "H04")
+def silent_card(m: Case) -> Found:
+    """NVIDIA's module is loaded and supports the card, but NVML does not see it: it has no memory (H05) or fails."""
+    if not m.driver_broken or m.kernel.loaded is not True or not m.unseen_cards or m.nvml_works or m.driver_misfit:
+        return
+    nvml, no_memory = m.driver.nvml, m.logged(r"BAR\d is 0M")
     bare = [f"a memory region of {card.address} has no address assigned" for card in m.unseen_cards if 0 in card.bars]
     # RmInitAdapter failed, EIO, or a card that the module lists and NVML does not
     failure = m.logged(r"RmInitAdapter failed! \([^)]*\)|Cannot initialize GSP firmware RM")
     eio = [f"opening {node.path} fails with EIO" for node in m.card_nodes if node.error == "EIO"]
     sound = all(node.kind == "char" and node.major == 195 and not node.error for node in m.card_nodes)
     silent = m.card_nodes and sound and nvml.init == 0 and nvml.count == 0
-    if waits and (no_memory or bare):
+    if no_memory or bare:
         yield "H05", Match((*bare, no_memory, m.nvml_result_line))
-    elif waits and (failure or eio or (silent and not all(gpu.excluded for gpu in m.kernel.gpus))):
+    elif failure or eio or (silent and not all(gpu.excluded for gpu in m.kernel.gpus)):
         listed = (f"/proc/driver/nvidia/gpus lists {gpu.address} {gpu.model}".rstrip() for gpu in m.kernel.gpus)
         evidence = (failure, *eio, *listed, m.nvml_result_line, m.driver_result_line)
         yield "H04", Match(evidence, likely=not (failure or eio))
 
-    # bad memory: a pending or failed remapping or retirement; an error if a program already failed because of it
-    marked = [gpu for gpu in nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
+
+@rules("hardware", "H03")
+def bad_memory(m: Case) -> Found:
+    """A pending or failed remapping or retirement; an error if a program already failed because of it."""
+    marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
     died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
     if marked or died or m.driver_result == _ECC:
         damage = []
@@ -77,13 +94,17 @@ def card(m: Case) -> Found:
         fix = m.steps("H03", which=which, failed=any(gpu.remap_failure for gpu in marked))
         yield "H03", Match(evidence, fix, severity="error" if fatal else "warning")
 
-    if m.surroundings.wsl or m.platform.system == "Darwin" or m.cuda_works or without_card or off:
+
+@rules("hardware", "H01")
+def no_card(m: Case) -> Found:
+    """A note: there is no NVIDIA card, or it is unknown whether there is one."""
+    if m.surroundings.wsl or m.platform.system == "Darwin" or m.cuda_works or m.matches("N01", "H06"):
         return
     present = m.hardware.present or m.kernel.loaded or m.kernel.gpus or m.nvml_works or m.card_nodes
-    if isinstance(pci, Unknown) and not present and m.driver_result in (-1, 100):
-        yield "H01", Match((bus, m.driver_result_line), m.steps("H01 unknown"), "note")
+    if isinstance(m.hardware.pci, Unknown) and not present and m.driver_result in (-1, 100):
+        yield "H01", Match((_bus_line(m), m.driver_result_line), m.steps("H01 unknown"), "note")
     elif m.no_gpu:
-        yield "H01", Match((bus,), severity="note")
+        yield "H01", Match((_bus_line(m),), severity="note")
 
 
 # -- the kernel driver: first one that does not support the card, since that explains why none is loaded

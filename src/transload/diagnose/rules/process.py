@@ -196,80 +196,90 @@ def _wrong_device(m: Case, node: Node) -> bool:
     return node.major != _NVIDIA_MAJOR
 
 
-@rules("nodes", "D02", "D04", "D06", "D03", "D01", "R01", likely=("D06",))
-def faulty_node(m: Case) -> Found:
-    """What is wrong with the node that prevents the driver from starting, NVIDIA's or AMD's."""
-    container, first, kfd = m.surroundings.container, m.torch.first, m.nodes.at("/dev/kfd").error
-    amd = first and first.hip and any(card.vendor == AMD for card in m.hardware.pci or ())
-    needless = m.torch_run.available or (m.usable("rocm") and kfd == "ENOENT")
-    if amd and kfd and m.nodes.found and not needless:
-        fix = m.steps("R01 container" if container else "R01 absent" if kfd == "ENOENT" else "R01")
-        yield "R01", Match((f"/dev/kfd: {kfd}", torch_says(m.complaint("HIP"))), fix)
-
-    if (
-        not m.driver_broken
-        or m.driver_result <= 0
-        or m.driver_result == _STUB
-        or not m.nodes.found
-        or m.no_gpu
-        or m.withheld
-    ):
-        return
+def _faulty_node(m: Case) -> Node | None:
+    """The node that prevents the driver from starting; ``None`` if nodes are not the reason."""
+    code, nodes = m.driver_result, m.nodes
+    if not m.driver_broken or code <= 0 or code == _STUB or not nodes.found or m.no_gpu or m.withheld:
+        return None
     # seen on a live card: without /dev/nvidiactl or the card's node cuInit returns 100, without /dev/nvidia-uvm 999
-    control, cards = m.nodes.at(CONTROL), m.card_nodes or (m.nodes.at("/dev/nvidia0"),)
-    needed: tuple[Node, ...] = {999: (m.nodes.at(UVM),), 100: cards}.get(m.driver_result, ())
+    control, cards = nodes.at(CONTROL), m.card_nodes or (nodes.at("/dev/nvidia0"),)
+    needed: tuple[Node, ...] = {999: (nodes.at(UVM),), 100: cards}.get(code, ())
     if m.surroundings.wsl:
-        needed = tuple(node for node in m.nodes.found if node.path == "/dev/dxg" and node.exists)
+        needed = tuple(node for node in nodes.found if node.path == "/dev/dxg" and node.exists)
     elif m.hardware.tegra:
-        tegra = (node for node in m.nodes.found if node.path.startswith(("/dev/nvmap", "/dev/nvhost")))
+        tegra = (node for node in nodes.found if node.path.startswith(("/dev/nvmap", "/dev/nvhost")))
         needed = tuple(node for node in tegra if node.error in ("EACCES", "EPERM"))
-    elif m.kernel.loaded is False or (m.nodes_absent and container):
-        return
+    elif m.kernel.loaded is False or (m.nodes_absent and m.surroundings.container):
+        return None
     elif _bad(m, control):
         needed = (control,)
-    if not needed or not all(_bad(m, node) for node in needed):
-        return
-    node, uvm = needed[0], needed[0].path == UVM
+    return needed[0] if needed and all(_bad(m, node) for node in needed) else None
+
+
+def _node_match(
+    m: Case, node: Node, why: Lines, fix: Lines | None = None, title: str = "", *, likely: bool = False
+) -> Match:
     line = f"{node.path} does not exist"
     if node.exists:
         owner = f"owner {node.uid}, group {node.group or node.gid}"
         state = f"opening it fails with {node.error}" if node.error else "it can be opened"
         line = f"{node.path}: {state} (mode {node.mode:04o}, {owner}, device {node.major}:{node.minor})"
-    answers = (m.driver_result_line, m.nvml_result_line)
-    wrong = _wrong_device(m, node)
-    make = "nvidia-modprobe -u -c=0" if uvm else "nvidia-modprobe -c 0"
+    return Match((line, *why, m.driver_result_line, m.nvml_result_line), fix, likely=likely, title=title)
 
-    if wrong or node.error in ("ENXIO", "ENODEV"):  # not the driver's device, or no device behind it
-        name = "nvidia-uvm" if uvm else "nvidia"
-        major = m.nodes.majors.get(name, 0 if uvm else _NVIDIA_MAJOR)
-        should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
-        what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
-        if container == "lxc":
-            majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
-            fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors))
-        else:
-            fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
-        title = f"{node.path} points to the wrong device"
-        yield "D02", Match((line, what, *answers), fix, likely=not wrong, title=title)
 
-    if node.error == "EPERM" and not wrong:
+def _makes(node: Node) -> str:
+    return "nvidia-modprobe -u -c=0" if node.path == UVM else "nvidia-modprobe -c 0"
+
+
+@rules("nodes", "D02")
+def wrong_device(m: Case) -> Found:
+    """A node that is not the driver's device, or with no device behind it."""
+    node, container = _faulty_node(m), m.surroundings.container
+    if node is None or not ((wrong := _wrong_device(m, node)) or node.error in ("ENXIO", "ENODEV")):
+        return
+    name, usual = ("nvidia-uvm", 0) if node.path == UVM else ("nvidia", _NVIDIA_MAJOR)
+    major = m.nodes.majors.get(name, usual)
+    should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
+    what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
+    if container == "lxc":
+        majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
+        fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors))
+    else:
+        fix = m.steps("D02 container" if container else "D02", path=node.path, make=_makes(node))
+    title = f"{node.path} points to the wrong device"
+    yield "D02", _node_match(m, node, (what,), fix, title, likely=not wrong)
+
+
+@rules("nodes", "D04")
+def forbidden_node(m: Case) -> Found:
+    """A node that a device cgroup forbids."""
+    node = _faulty_node(m)
+    if node and node.error == "EPERM" and not _wrong_device(m, node):
         allowed = f"the devices cgroup allows: {', '.join(m.nodes.cgroup[:4])}" if m.nodes.cgroup else ""
-        yield "D04", Match((line, allowed, *answers), m.steps("D04 container" if container else "D04"))
+        fix = m.steps("D04 container" if m.surroundings.container else "D04")
+        yield "D04", _node_match(m, node, (allowed,), fix)
 
+
+@rules("nodes", "D06", "D03", likely=("D06",))
+def no_access(m: Case) -> Found:
+    """A node that this user may not open: because of SELinux (D06), its file system or its mode (D03)."""
+    node, container = _faulty_node(m), m.surroundings.container
+    if node is None or node.error != "EACCES":
+        return
     ours = node.group != "" and node.group in m.platform.groups and node.mode & 0o060 == 0o060
     open_to_user = ours or node.mode & 0o006 == 0o006
     allows = m.platform.root or open_to_user  # by mode and groups
-    if node.error == "EACCES" and allows and not node.nodev and m.surroundings.selinux == "enforcing":
-        yield "D06", Match((line, "SELinux is enforcing", *answers))
-    elif node.error == "EACCES" and node.nodev:
+    if allows and not node.nodev and m.surroundings.selinux == "enforcing":
+        yield "D06", _node_match(m, node, ("SELinux is enforcing",))
+    elif node.nodev:
         mounted = "its file system is mounted with nodev: devices cannot be opened there, even by root"
         how, folder = "D03 volume" if container else "D03 nodev", node.path.rpartition("/")[0]
-        yield "D03", Match((line, mounted, *answers), m.steps(how, path=node.path, folder=folder))
-    elif node.error == "EACCES":
+        yield "D03", _node_match(m, node, (mounted,), m.steps(how, path=node.path, folder=folder))
+    else:
         other = "its mode would allow it: something else forbids it (AppArmor, a user namespace)" if allows else ""
         mode = m.kernel.parameters.get("DeviceFileMode", "")
-        odd_mode = re.fullmatch(r"[0-9]{1,6}", mode) and int(mode) != 0o666
-        asked = f"the module has DeviceFileMode={int(mode):04o}" if odd_mode else ""
+        unusual = re.fullmatch(r"[0-9]{1,6}", mode) and int(mode) != 0o666
+        asked = f"the module has DeviceFileMode={int(mode):04o}" if unusual else ""
         if container:
             fix = m.steps("D03 container", path=node.path)
         elif open_to_user:  # changing the mode or joining the group does not help
@@ -281,12 +291,30 @@ def faulty_node(m: Case) -> Found:
         else:
             option = "options nvidia NVreg_DeviceFileMode=0666"
             fix = m.steps("D03", paths=_OURS, option=fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
-        yield "D03", Match((line, other, asked, *answers), fix, likely=allows)
+        yield "D03", _node_match(m, node, (other, asked), fix, likely=allows)
 
-    if not node.exists:  # and nothing creates it
+
+@rules("nodes", "D01")
+def missing_node(m: Case) -> Found:
+    """A node that does not exist, and that nothing creates."""
+    node = _faulty_node(m)
+    if node and not node.exists:
+        uvm = node.path == UVM
         unloaded = uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
-        what = "the module nvidia_uvm is not loaded" if unloaded else ""
-        yield "D01", Match((line, what, *answers), m.steps("D01", path=node.path, make=make, uvm=uvm))
+        why = "the module nvidia_uvm is not loaded" if unloaded else ""
+        yield "D01", _node_match(m, node, (why,), m.steps("D01", path=node.path, make=_makes(node), uvm=uvm))
+
+
+@rules("nodes", "R01")
+def amd_node(m: Case) -> Found:
+    """The node of AMD's driver cannot be opened."""
+    first, kfd = m.torch.first, m.nodes.at("/dev/kfd").error
+    amd = first and first.hip and any(card.vendor == AMD for card in m.hardware.pci or ())
+    needless = m.torch_run.available or (m.usable("rocm") and kfd == "ENOENT")
+    if amd and kfd and m.nodes.found and not needless:
+        container = m.surroundings.container
+        fix = m.steps("R01 container" if container else "R01 absent" if kfd == "ENOENT" else "R01")
+        yield "R01", Match((f"/dev/kfd: {kfd}", torch_says(m.complaint("HIP"))), fix)
 
 
 # -- CUDA_VISIBLE_DEVICES as the CUDA driver reads it

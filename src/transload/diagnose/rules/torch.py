@@ -701,12 +701,11 @@ def _lines(error: str) -> Lines:
     return tuple(line.strip() for line in error.splitlines() if line.strip())[:4]
 
 
-@rules("run", "X11", "X10", "X09", "X12", "X13", symptom=True)
-def symptoms(m: Case) -> Found:
-    """How the torch child ended, its first step that failed, and what could not be asked at all."""
+@rules("run", "X11", "X10", symptom=True)
+def torch_ends(m: Case) -> Found:
+    """torch hangs or crashes (X11), or cannot be imported (X10)."""
     run, cuda, lib = m.torch_run, m.driver.cuda, m.libcuda
-    state, step, start = run.answer.state, m.failed(), m.failed("init")
-
+    state, step = run.answer.state, m.failed()
     if state in ("hung", "crashed"):
         hung, detail = state == "hung", run.answer.detail or state
         title = f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
@@ -733,12 +732,17 @@ def symptoms(m: Case) -> Found:
             fix = m.steps("X10", name=name)  # a part of Python, which no package provides
         yield "X10", Match(_lines(m.import_error), fix)
 
+
+@rules("run", "X09", symptom=True)
+def torch_without_gpu(m: Case) -> Found:
+    """The driver works, and torch sees no GPU."""
+    run, cuda, start = m.torch_run, m.driver.cuda, m.failed("init")
     error = start.error if start else ""
     if m.torch_imported and (run.available is False or start) and cuda.works and m.torch_cuda:
         other = [path for path in run.libraries if "/libcuda.so" in path and cuda.library not in ("", path)]
         names = [name for name in ("LD_LIBRARY_PATH", "LD_PRELOAD") if m.env(name)]
         unset = fixes.unset(m, *names) if names else ()
-        evidence: Lines = (
+        evidence = (
             f"the driver starts and finds {plural(cuda.count, 'GPU')}",
             torch_says(error if start else m.complaint(r"CUDA")),
             *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
@@ -747,21 +751,28 @@ def symptoms(m: Case) -> Found:
     elif run.hip and run.available is False and m.usable("rocm"):
         yield "X09", Match(("/dev/kfd has a GPU", torch_says(error)), m.steps("X09 rocm"))
 
-    work = m.failed(*_STEPS)  # after the import, on a machine whose driver works, or on the CPU
-    if work and state not in ("hung", "crashed"):
+
+@rules("run", "X12", symptom=True)
+def failed_step(m: Case) -> Found:
+    """A step after the import fails, on a machine whose driver works, or on the CPU."""
+    work = m.failed(*_STEPS)
+    if work and m.torch_run.answer.state not in ("hung", "crashed"):
         wrong = work.name in _WORK and "the result is" in work.error
         fix = m.steps("X12 wrong") if wrong else m.steps("X12", what=_STEPS[work.name])
         yield "X12", Match(_lines(work.error), fix)
 
-    # a child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning
-    not_asked = cuda.answer.detail or m.problems.get("cuda", "")
-    not_run = run.answer.detail or m.problems.get("torch run", "")
+
+@rules("run", "X13", symptom=True)
+def not_asked(m: Case) -> Found:
+    """A child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning."""
+    driver_detail = m.driver.cuda.answer.detail or m.problems.get("cuda", "")
+    torch_detail = m.torch_run.answer.detail or m.problems.get("torch run", "")
     driver = m.driver_unasked and m.hardware.present and not m.cuda_works
-    torch = m.torch_not_run and bool(not_run) and not (m.python.problem or m.torch.shadow)
+    torch = m.torch_not_run and bool(torch_detail) and not (m.python.problem or m.torch.shadow)
     if driver or torch:
         evidence = (
-            f"the CUDA driver was not asked: {not_asked}" if driver else "",
-            f"torch was not run: {not_run}" if torch else "",
+            f"the CUDA driver was not asked: {driver_detail}" if driver else "",
+            f"torch was not run: {torch_detail}" if torch else "",
         )
         reasons = " ".join(evidence).lower()
         how = "X13 limit" if re.search("temporarily unavailable|allocate memory|start new thread", reasons) else "X13"
