@@ -243,8 +243,8 @@ def steps(fix: Sequence[str], indent: str = "  ") -> Iterator[Block]:
 
 def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     """The chain of layers, each with its state and with findings that follow from the cause."""
-    muted = {muted_finding.finding.code: muted_finding.because for muted_finding in diagnosis.muted}
-    every = (*diagnosis.findings, *(muted_finding.finding for muted_finding in diagnosis.muted))
+    muted = {consequence.finding.code: consequence.because for consequence in diagnosis.muted}
+    every = (*diagnosis.findings, *(consequence.finding for consequence in diagnosis.muted))
     seen = chain(diagnosis.machine)
     yield from heading("From the card to torch")
     for layer in ORDER:
@@ -285,10 +285,9 @@ def page(markdown: str) -> Iterator[Block]:
         else:
             if before not in ("title", "heading", "item"):
                 yield BLANK
-            copied = kind == "code"
             for line in text.split("\n"):
                 role = "dim" if before == "title" else ""  # the layer is below the title
-                yield Prose(((line, role),), lead=(("  ", ""),) if copied else (), whole=kind != "prose")
+                yield Prose(((line, role),), lead=(("  ", ""),) if kind == "code" else (), whole=kind != "prose")
         before = kind
 
 
@@ -563,7 +562,7 @@ def _words(value: Any, field: str = "") -> str:
     if isinstance(value, tuple):
         return ", ".join(_words(member) for member in value)
     if is_dataclass(value):
-        values = ((field, getattr(value, field.name)) for field in fields(value))
-        worth = ((field.name, part) for field, part in values if not _empty(part) and part != field.default)
+        values = ((entry, getattr(value, entry.name)) for entry in fields(value))
+        worth = ((entry.name, part) for entry, part in values if not _empty(part) and part != entry.default)
         return "; ".join(f"{name} {_words(part, name)}" for name, part in worth)
     return _NUMBERS[field].format(value) if field in _NUMBERS and isinstance(value, int) else str(value)

@@ -60,7 +60,7 @@ def read(merger: Merger) -> Checkpoint:
     found = kinds.get("optimizer states") or kinds.get("partitioned model") or kinds.get("model states") or ()
     merger.facts += [("ZeRO stage", stage), ("ranks found", f"{len(found):,}")]
     if "zero_to_fp32.py" in top.files:
-        script = "zero_to_fp32.py puts the weights together; like any program, it can do anything when it runs"
+        script = "zero_to_fp32.py joins the weights, and can do anything"
         merger.facts.append(("script", script))
     if tag == "checkpoint" or "checkpoint" in top.folders:  # what Lightning calls the step
         merger.flavour = "Lightning"
