@@ -8,6 +8,7 @@ only to themselves. The graph may share nodes and contain cycles: everything tha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from transload.dtypes import STORAGES
@@ -68,6 +69,23 @@ def is_empty_call(node: object, callee: object) -> bool:
     if type(node) is not Call or node.callee is not callee or node.args != () or node.kwargs is not None:
         return False
     return not (node.states or node.items or node.appended)
+
+
+def is_ordinary_call(call: Call, ordered_dict: object, tensor: object, parameter: object) -> bool:
+    """Whether a call is one that every state dict has, and makes plain data; the last three are the nodes of its names.
+
+    That is an ``OrderedDict``, with the attribute that ``state_dict`` gives it, a tensor or a parameter.
+    """
+    callee, args = call.callee, call.args
+    if type(args) is not tuple or callee is None or call.kwargs is not None or call.appended:
+        return False
+    if callee is ordered_dict:
+        plain = (type(state) is Dict and state.items[::2] == ["_metadata"] for state in call.states or ())
+        return not args and all(plain)
+    # The last two arguments are requires_grad and the hooks.
+    if call.items or call.states or len(args) != (6 if callee is tensor else 3 if callee is parameter else -1):
+        return False
+    return type(args[-2]) is bool and is_empty_call(args[-1], ordered_dict)
 
 
 class Dict:
@@ -257,6 +275,11 @@ PURPOSES = {
     **{("torch", name): "the dtype of a storage" for name in STORAGES if "Untyped" not in name},
 }
 """The names that a state dict consists of, and what each is for."""
+
+
+def ordinary_names(pickle: Pickle) -> tuple[Global | None, ...]:
+    """The nodes of the three names that a state dict calls, for ``is_ordinary_call``."""
+    return tuple(pickle.globals.get(key) for key in islice(PURPOSES, 3))
 
 
 # -- nodes in words

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import random
 from collections import OrderedDict
 from typing import Any
 
@@ -16,10 +15,9 @@ from tests.forge import call, name, number, ordered, pickled, rebuild_call, stor
 from tests.release import RELEASE, SAVES_NEW_DTYPES, needs_torch
 from torch import nn
 
-from transload.checkpoint import Checkpoint, Record, Tensor
+from transload.checkpoint import Checkpoint, Tensor
 from transload.formats import graph as walks
 from transload.formats.pickle_machine import run
-from transload.nodes import Call, Global, Persistent
 from transload.opening import inspect
 
 FORMATS = each("zipped", [True, False], ids=["zip", "legacy"])
@@ -552,35 +550,3 @@ def test_tensors_in_the_argument_of_an_ordered_dict_are_found() -> None:
     mapping = call(name("collections", "OrderedDict"), forge.dictionary({"a": tensor("0")}))
     data = forge.checkpoint(pickled(mapping), {"0": bytes(16)})
     assert [listed.name for listed in inspect(data).tensors] == list(loaded(data)) == ["a"]
-
-
-def test_fast_path_for_ordinary_tensors_agrees_with_the_general_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = random.Random(5)  # noqa: S311 - the same cases each time
-    odd = [0, -1, True, 2.0, None, 1 << 40, 1 << 62, 1 << 63, "x"]
-
-    def sizes(rank: int) -> Any:
-        some = [draw.choice(odd if draw.random() < 0.1 else [1, 2, 4]) for _ in range(rank)]
-        return some if draw.random() < 0.05 else tuple(some)
-
-    def walk(node: Call) -> tuple[Any, ...]:
-        table = walks.StorageTable(lambda _key, nbytes: Record("data/0", 100, nbytes, nbytes, 1))
-        tree = walks.find_tensors([node], table)
-        return [repr(tensor) for tensor in tree.tensors], tree.storages, tree.problems
-
-    nodes = []
-    for _ in range(2000):
-        kind = Global("torch", draw.choice(["FloatStorage", "HalfStorage", "QUInt8Storage", "QUInt4x2Storage"]), 0)
-        view = draw.choice([(), (), (None,), (("v", 2, 4),), (("v", 99, 1),)])
-        storage = Persistent(("storage", kind, "0", "cpu", draw.choice([0, 1, 64, 4096]), *view), 0)
-        offset, grad = draw.choice([0, 0, 1, 5, *odd[:3]]), draw.choice([False, False, True, None])
-        rank = draw.randrange(4)
-        shape, stride = sizes(rank), sizes(rank if draw.random() < 0.9 else 9)
-        hooks = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
-        args = (storage, offset, shape, stride, grad, hooks)[: draw.choice([6, 6, 6, 5])]
-        nodes.append(Call(Global("torch._utils", "_rebuild_tensor_v2", 0), args, "reduce", 0))
-    huge = ((1 << 40, 1 << 40), (0, 0))  # more elements than torch can count, all of them the same one
-    nodes.append(Call(nodes[0].callee, (storage, 0, *huge, False, hooks), "reduce", 0))
-    fast = [walk(node) for node in nodes]
-    assert sum(bool(tensors) for tensors, *_ in fast) > 100
-    monkeypatch.setattr(walks._Walk, "_ordinary", lambda *_: None)
-    assert fast == [walk(node) for node in nodes]

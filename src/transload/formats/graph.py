@@ -1,7 +1,7 @@
 """The tensors, storages and values in the graph of a pickle.
 
-``find_tensors`` walks a graph. Calls of torch's rebuild functions are read by ``rebuilds``, except those that nearly
-all tensors have; a ``StorageTable`` resolves persistent ids; a ``Budget`` bounds what a hostile graph can cost.
+``find_tensors`` walks a graph. Calls of torch's rebuild functions are read by ``rebuild_facts``; a ``StorageTable``
+resolves persistent ids; a ``Budget`` bounds what a hostile graph can cost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any
 
 from transload.checkpoint import Key, Leaf, Record, Storage, Tensor
-from transload.dtypes import BLOCKS, ITEMSIZE, MAX_SIZE, STORAGES
+from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES
 from transload.findings import LimitedProblems, Problem
 from transload.frozen import NamedTuple
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Pickle, Set, called, scalar, short
@@ -229,8 +229,6 @@ _HOLDERS = frozenset({Call, Dict, list, tuple, Set, Persistent})
 _ORDERED_DICT = "collections.OrderedDict"
 RECONSTRUCTORS = frozenset({"copy_reg._reconstructor", "copyreg._reconstructor"})
 MODULE_KEYS = ("_parameters", "_buffers", "_modules")
-_ORDINARY = "torch._utils._rebuild_tensor_v2"
-_WIDTHS = {dtype: width for dtype, width in ITEMSIZE.items() if dtype not in BLOCKS}
 
 # A child, its key, and its full name; without a name (``None``) that is the parent's name, a slash and the key. With a
 # name the key is a tuple of steps.
@@ -295,11 +293,7 @@ class _Walk:
             function = callee.full_name if type(callee) is Global else called(node)
             if function in REBUILDS:
                 budget.seen(id(node))
-                tensor = self._ordinary(node.args, path, name) if function == _ORDINARY else None
-                if tensor is None:
-                    return self._take(function, node.args, (path, name))
-                self.tensors.append(tensor)
-                return False
+                return self._take(function, node.args, (path, name))
             if function not in _PLAIN_CALLS:
                 children = self._call_children(node, function, path, name)
                 return self._enter(node, children, path, name, attribute=attribute)
@@ -413,37 +407,6 @@ class _Walk:
         walk.depth, walk.on_path = depth, self.on_path
         walk.run(node, *at)
         return walk.tensors, walk.noted.problems()
-
-    def _ordinary(self, args: Any, path: tuple[Key, ...], name: str) -> Tensor | None:
-        """What ``RebuildReader._strided`` makes of the arguments of nearly all tensors; ``None`` for any others.
-
-        ``inspect`` and ``open`` of 20,000 tensors take 5 % longer without it.
-        """
-        if type(args) is not tuple or len(args) != 6 or args[4] is not False:
-            return None
-        found = self.table.resolve(args[0])
-        _, offset, shape, stride, _, _ = args
-        if found is None or type(offset) is not int or type(shape) is not tuple or type(stride) is not tuple:
-            return None
-        storage, first, dtype = found
-        _, key, device, _, nbytes, _, begin, *_ = storage
-        width, rank = _WIDTHS.get(dtype), len(shape)
-        if width is None or offset < 0 or rank != len(stride) or rank > 8:
-            return None
-        last = offset = offset + first
-        numel = 1
-        for size, step in zip(shape, stride):  # noqa: B905 - of equal length, and the keyword takes as long as a pair
-            if type(size) is not int or type(step) is not int or not (0 < size < MAX_SIZE and 0 <= step < MAX_SIZE):
-                return None
-            numel *= size
-            last += (size - 1) * step
-        if numel >= MAX_SIZE or (last + 1) * width > nbytes:
-            return None
-        self.table.users[key].append(name)
-        if begin is not None:
-            begin += offset * width
-        fields = (path, name, dtype, shape, stride, device, key, offset, False, "strided", "", (), begin, (), None)
-        return _new(Tensor, fields)
 
 
 def find_tensors(root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None) -> Tree:

@@ -1,8 +1,9 @@
-"""Judge the facts that a reader has found: pure functions that never touch a file, except for ``inspect``."""
+"""Judge the facts that a reader has found: pure functions that never touch a file."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
@@ -10,7 +11,7 @@ from transload.checkpoint import Checkpoint
 from transload.contents import GlobalUse, Judgement
 from transload.findings import INTEGRITY, Finding, Integrity, Safety, first_lines, quoted, worst_safety
 from transload.frozen import replace
-from transload.nodes import PURPOSES, Dict, Pickle, is_empty_call
+from transload.nodes import PURPOSES, Pickle, is_ordinary_call, ordinary_names
 
 __all__ = ["integrity_of", "judge"]
 
@@ -136,41 +137,25 @@ def _judge_apart(checkpoint: Checkpoint, names: Judgement, load: str) -> Judgeme
 
 
 def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
-    """Judge ordinary pickles, as torch.save writes a state dict; return ``None`` for any other.
+    """What ``judge_pickles`` says of ordinary pickles, such as state dicts; ``None`` for any other.
 
-    Most files are ordinary, and do not need ``names`` and ``safety``, which judge all others.
+    Both accept calls by ``is_ordinary_call``. Most files have no others, and need not wait for the tables of names.
     """
-    found: list[GlobalUse] = []
+    uses: list[GlobalUse] = []
     for pickle in pickles:
-        if pickle.built or pickle.extensions or pickle.data or (found and pickle.globals):
+        if pickle.built or pickle.extensions or pickle.data or (uses and pickle.globals):
             return None
         if not pickle.globals.keys() <= PURPOSES.keys():
             return None
-        ordered = pickle.globals.get(("collections", "OrderedDict"))
-        tensor = pickle.globals.get(("torch._utils", "_rebuild_tensor_v2"))
-        parameter = pickle.globals.get(("torch._utils", "_rebuild_parameter"))
-        called: dict[object, int] = dict.fromkeys(pickle.globals.values(), 0)
-        built = 0
-        for call in pickle.calls:
-            callee, args = call.callee, call.args
-            if type(args) is not tuple or callee is None or call.kwargs is not None or call.appended:
-                return None
-            if callee is ordered:
-                odd = bool(args)
-                if call.states:  # state_dict() sets nothing else
-                    odd = odd or any(type(s) is not Dict or s.items[::2] != ["_metadata"] for s in call.states)
-                    built += 1
-            else:  # the last two arguments are requires_grad and the hooks
-                count = 6 if callee is tensor else 3 if callee is parameter else -1
-                odd = bool(call.items or call.states) or len(args) != count or type(args[-2]) is not bool
-                odd = odd or not is_empty_call(args[-1], ordered)
-            if odd:
-                return None
-            called[callee] += 1
+        names = ordinary_names(pickle)
+        if not all(is_ordinary_call(call, *names) for call in pickle.calls):
+            return None
+        called = Counter([id(call.callee) for call in pickle.calls])
+        built = sum([bool(call.states) for call in pickle.calls])  # only OrderedDicts
         for key, node in pickle.globals.items():
-            times = built if node is ordered else 0
-            found.append(GlobalUse(*key, "data", PURPOSES[key], node.count, called[node], times, "", pickle.name))
-    return Judgement("data-only", tuple(found))
+            times = built if node is names[0] else 0
+            uses.append(GlobalUse(*key, "data", PURPOSES[key], node.count, called[id(node)], times, "", pickle.name))
+    return Judgement("data-only", tuple(uses))
 
 
 def integrity_of(checkpoint: Checkpoint) -> Integrity:

@@ -17,7 +17,19 @@ from transload.formats.torch_zip import Archive
 from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource
 from transload.judge import names
-from transload.nodes import REBUILDS, Call, Dict, Extension, Global, Persistent, Pickle, module_class, short
+from transload.nodes import (
+    REBUILDS,
+    Call,
+    Dict,
+    Extension,
+    Global,
+    Persistent,
+    Pickle,
+    is_ordinary_call,
+    module_class,
+    ordinary_names,
+    short,
+)
 
 Complaint = tuple[Safety, str] | None
 
@@ -297,7 +309,7 @@ class _Judge:
                 use.imported += known_use.count
                 use.called += count
         inside: list[Pickle] = []
-        ordered = self.uses.get(("collections", "OrderedDict"))
+        ordinary = ordinary_names(pickle)
         for call in pickle.calls:
             callee = call.callee
             if type(callee) is Persistent:
@@ -322,8 +334,8 @@ class _Judge:
             use.called += 1
             if call.states:
                 use.built += 1
-            elif use is ordered and call.args == () and not call.appended:
-                continue  # the hooks of every tensor, or a dictionary that is filled with items
+            if is_ordinary_call(call, *ordinary):
+                continue
             if use.verdict == "data":
                 complaint = check_call(use.full_name, call)
                 if complaint:

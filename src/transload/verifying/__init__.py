@@ -20,12 +20,10 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from transload._version import __version__
-from transload.checkpoint import Checkpoint, Record, Tensor
-from transload.dtypes import MAX_SIZE
+from transload.checkpoint import Record, Tensor
 from transload.errors import CannotReadError, ContentError, ManifestError, TransloadError, UsageError
 from transload.findings import Finding, Integrity, rescue_command
 from transload.format import FORMATS, format_of
-from transload.formats.rebuild_facts import BadTensor, reach
 from transload.formats.record_checksums import Lost, mismatch, new_problems
 from transload.formats.safetensors import header_metadata
 from transload.frozen import Frozen, Reported
@@ -35,7 +33,6 @@ from transload.io.checksums import fastest_crc32
 from transload.io.sources import FileSource, Progress, SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import rule_of
-from transload.nodes import Call, Dict, Global, Persistent
 from transload.opening import OpenCheckpoint, inspect
 from transload.opening.damage import Damage, Key, damages, key_of, misplaced, records_of, sum_records
 from transload.opening.elements import Allowance, ElementReader, FileRange
@@ -159,15 +156,8 @@ def verify(
             raise UsageError(f"expected the path of a manifest, not {type(against).__name__}")
         manifest = read_manifest(os.fspath(against))
     hashes = hashes or manifest is not None
-    # Tensors are listed only if hashes or values are requested, or if something is wrong and they must be named.
-    with OpenCheckpoint(f, tree=hashes or values) as opened:
-        number = tensor_count(opened.checkpoint)
-        if number is None:
-            opened.list_tensors()
-        scan = _Scan(opened.elements, progress, hashes=hashes, values=values)
-        if scan.bad:
-            opened.list_tensors()
-        result = scan.verification(opened.elements, number or len(opened.checkpoint.tensors))
+    with OpenCheckpoint(f) as opened:
+        result = _Scan(opened.elements, progress, hashes=hashes, values=values).verification(opened.elements)
     if manifest is not None:
         differences = compare(manifest.of(result.path), result.tensors)
         result = replace(result, manifest=manifest.path, differences=differences)
@@ -289,7 +279,7 @@ class _Scan:
         shared = sum(job.tensor.nbytes for job in jobs if job.tensor.nbytes > _TINY)
         pool.each(jobs, lambda: do, pool.threads() if shared >= _ALONE else 1)
 
-    def verification(self, reader: ElementReader, number: int) -> Verification:
+    def verification(self, reader: ElementReader) -> Verification:
         """The verdict, with the tensors that are damaged."""
         every = [record for records in self._records.values() for record in records]
         compared = sum(record.crc32 is not None for record in every)
@@ -321,7 +311,7 @@ class _Scan:
             format=judged.format,
             nbytes=judged.nbytes,
             integrity=judged.integrity if not damaged or judged.integrity == "not-a-checkpoint" else "damaged",
-            tensor_count=number,
+            tensor_count=len(checkpoint.tensors),
             checksums=compared,
             unsummed=unsummed,
             nbytes_read=self._nbytes,
@@ -347,67 +337,6 @@ def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
         else:
             yield tensor, f"it is made of {len(tensor.parts)} others" if tensor.parts else "it has no elements here"
             yield from _leaves(tensor.parts)
-
-
-# -- how many tensors there are
-
-_TENSOR = "torch._utils._rebuild_tensor_v2"
-_ORDERED_DICT = "collections.OrderedDict"
-_ATOMS = frozenset({int, float, str, bool, bytes, type(None)})
-_MOST_AXES = 8
-
-
-def tensor_count(checkpoint: Checkpoint) -> int | None:
-    """The number of tensors; ``None`` if one may be broken, so that they have to be listed.
-
-    Not listing them halves the time for 10,000 small tensors. ``checkpoint.counted`` also has their number, by
-    device tag, but none was looked at.
-    """
-    if checkpoint.tensors or checkpoint.traits.container != "zip" or not checkpoint.pickles:
-        return len(checkpoint.tensors)
-    pickle = checkpoint.pickles[0]
-    most, count = pickle.end - pickle.start, 0
-    waiting: list[Any] = [(pickle.root,)]
-    for values in waiting:  # grows during the loop
-        most -= len(values)
-        if most < 0:  # more values than the stream has bytes: a cycle
-            return None
-        for node in values:
-            kind = type(node)
-            if kind in _ATOMS:
-                continue
-            name = node.callee.full_name if kind is Call and type(node.callee) is Global else ""
-            if name == _TENSOR:
-                if not _is_ordinary(node.args):
-                    return None
-                count += 1
-            elif kind is list or kind is tuple:
-                waiting.append(node)
-            elif kind is Dict or (name == _ORDERED_DICT and node.args == () and not (node.states or node.appended)):
-                items = node.items or []
-                texts = [key for key in items[::2] if type(key) is str]
-                if len(set(texts)) < len(texts):  # a repeated key replaces the earlier value
-                    return None
-                waiting.append(items[1::2])
-            else:
-                return None
-    return count
-
-
-def _is_ordinary(args: Any) -> bool:
-    """Whether these are arguments of a plain tensor that does not reach beyond its storage."""
-    if type(args) is not tuple or len(args) != 6:
-        return False
-    storage, offset, shape, stride, requires_grad, _ = args
-    if type(storage) is not Persistent or not (type(shape) is type(stride) is tuple) or len(shape) > _MOST_AXES:
-        return False
-    if type(offset) is not int or not 0 <= offset < MAX_SIZE or requires_grad is not False:
-        return False
-    pid: Any = storage.id  # a 5-tuple that ends with the number of elements: checked when storages were counted
-    try:
-        return bool(reach(offset, shape, stride) <= pid[4])
-    except BadTensor:
-        return False
 
 
 # -- how many elements are NaN or infinite
