@@ -81,11 +81,11 @@ class Rule(NamedTuple):
         if match is None:
             return None
         steps = steps_of(filter(None, case.steps(self.code) if match.fix is None else match.fix))
-        titles = [match.title, *(step.text for step in steps if step.kind == "title"), title(self.code)]
+        stated = match.title or next((step.text for step in steps if step.kind == "title"), "")
         likely = "probably: " if self.likely or match.likely else ""
         evidence = tuple(filter(None, match.evidence))
         fix = tuple(line for step in steps if step.kind != "title" for line in step.lines)
-        return Finding(self.code, match.severity, f"{likely}{next(filter(None, titles))}", evidence, fix)
+        return Finding(self.code, match.severity, f"{likely}{stated or title(self.code)}", evidence, fix)
 
 
 # Causes that the facts of a machine cannot show.

@@ -40,7 +40,8 @@ def probe(
     torch is not run with ``torch=False``, nor if its files show that another file is imported instead. It may take
     ``timeout`` seconds, ``idle`` of them without work; 0 means the defaults. ``progress`` is called with a few words on
     the current step and, while torch is slow, on where it is. There is always an answer: a probe that fails is named in
-    ``Machine.problems``, and a driver that hangs is killed within ten seconds, and torch with it.
+    ``Machine.problems``, and a driver that hangs is killed within ten seconds, and torch with it; a busy
+    machine takes longer.
     """
     begun = time.monotonic()
     here = host or Host()
