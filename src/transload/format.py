@@ -17,11 +17,11 @@ class Format(NamedTuple):
     """A format.
 
     ``container`` is what its one pickled object is in, if it has one: an archive of ``torch.save``, the same unpacked
-    into a folder, the older stream or tar archive, or nothing (``bare``). ``named`` formats have only tensors
-    and their names, except that the tensor of a ``nameless`` one has none. ``tagged`` is whether tensors are tagged
-    with devices, ``mapped`` whether torch could map the file. A ``program`` has code; ``runs`` is the module of torch
-    that loads it, if ``load`` does that with a trusted file. ``several`` files make up one checkpoint: those of
-    ``ranks``, or shards; ``flattened`` is whether its names are the keys of nested dictionaries, joined by dots.
+    into a folder, the older stream or tar archive, or nothing (``bare``). ``named`` formats have only tensors and their
+    names, except that the tensor of a ``nameless`` one has none. ``tagged`` is whether tensors are tagged with devices,
+    ``mapped`` whether torch could map the file. A ``program`` has code; ``runs`` is the module of torch that loads it,
+    if ``load`` does that with a trusted file. ``several`` files make up one checkpoint: those of ``ranks``, or shards;
+    ``flattened`` is whether its names are the keys of nested dictionaries, joined by dots.
 
     ``rescued`` and ``extracted`` are whether ``rescue`` accepts it, and whether to advise ``convert`` if its pickle
     needs trust. ``suffix`` is that of its files, ``metadata`` what the header has besides tensors.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint
 from transload.findings import Problem, quoted
@@ -67,6 +67,42 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_resume_in_child)
 
 
+# The modules that read each format, in torch's order. ``read`` of a stream returns ``None`` for another format; if all
+# files of a format begin with the same bytes, its module is only imported for those.
+_STREAMS = (
+    ("torch_legacy", b""),
+    ("safetensors", b""),
+    ("gguf", b"GGUF"),
+    ("arrays", b"\x93NUMPY"),
+    ("plain_pickle", b""),
+)
+# An archive has the format of the first of these records that it has.
+_ARCHIVES = (
+    ("programs.torchscript", "constants.pkl"),
+    ("torch_zip", "data.pkl"),
+    ("programs.torchscript", "model.json"),  # torch 1.0 to 1.2
+    ("programs.aotinductor", "data/aotinductor/*"),
+    ("programs.export", "archive_format serialized_*"),
+    ("programs.package", ".data/extern_modules .data/python_version"),
+    # What is left of a torch.save archive whose index is lost.
+    ("torch_zip", "version .data/serialization_id byteorder data/0 tensors/0"),
+)
+
+
+def archive_format(archive: Archive) -> str:
+    """The module that reads an archive with these records; empty if none does."""
+    for module, records in _ARCHIVES:
+        for record in records.split():
+            start = record.removesuffix("*")
+            if archive.find(record) or (start != record and any(name.startswith(start) for name in archive.records)):
+                return module
+    return ""
+
+
+def _module(name: str) -> Any:
+    return import_module(f"transload.formats.{name}")
+
+
 def unpacked(source: Source) -> Source:
     """The decompressed file if joblib wrote it, and it can be read; else the source itself."""
     if source.read(0, 1) not in (b"\x1f", b"B", b"\xfd", b"\x5d", b"\x78"):  # first bytes of compressed files
@@ -92,30 +128,9 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
             fix = ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}")
             return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
         return _read_zip(source, verify=verify, tree=tree)
-    from transload.formats import torch_legacy
-    from transload.formats.safetensors import looks_like_safetensors, read_safetensors
-
-    if (tar := torch_legacy.read_tar(source)) is not None:
-        return tar
-    if torch_legacy.looks_like_legacy(source):
-        return torch_legacy.read_legacy(source)
-    if looks_like_safetensors(source):
-        return read_safetensors(source)
-    head, found = source.read(0, 6), None
-    if head.startswith(b"GGUF"):
-        from transload.formats.gguf import read_gguf
-
-        found = read_gguf(source)
-    elif head == b"\x93NUMPY":
-        from transload.formats.arrays import read_npy
-
-        found = read_npy(source)
-    if found is None:
-        from transload.formats.plain_pickle import read_plain_pickle
-
-        found = read_plain_pickle(source)
-    if found is not None:
-        return found
+    for name, start in _STREAMS:
+        if source.read(0, len(start)) == start and (found := _module(name).read(source)) is not None:
+            return found  # type: ignore[no-any-return]
     from transload.formats.foreign import identify
 
     what = identify(source)
@@ -146,23 +161,23 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.formats.torch_zip import Archive
 
     archive = Archive.of_zip(source, index)
-    reader = _zip_reader(archive, tree=tree)
-    if reader is None:
+    name = archive_format(archive)
+    if not name:
         from transload.formats.foreign import identify_zip
 
         what = identify_zip(index.names, source.name)
         if what.format != "npz":
             return _not_a_checkpoint(source, what, index)
-        from transload.formats.arrays import read_npz
-
-        reader = read_npz
     # The first bytes of a zip archive can be the header length of a safetensors file, which torch detects by its name.
     if b"{" in source.read(8, 64):
         from transload.formats.safetensors import looks_like_safetensors
 
         if looks_like_safetensors(source):
             archive.problems.add("zip-inside", detail="it is also a safetensors file, and torch goes by the name")
-    checkpoint = reader(archive)
+    if name == "torch_zip":
+        checkpoint: Checkpoint = _module(name).read(archive, tree=tree)
+    else:
+        checkpoint = _module(name).read(archive) if name else _module("arrays").read_npz(archive)
     if not verify or all(record.crc32 is None for record in index.records.values()):
         return checkpoint
     from transload.formats.record_checksums import new_problems, verify_records
@@ -171,32 +186,3 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     found = (*checkpoint.problems, *new_problems(bad, checkpoint.problems))
     checksummed = not bad and all(problem.code != "crc-mismatch" for problem in found)
     return replace(checkpoint, problems=found, checksummed=checksummed)
-
-
-def _zip_reader(archive: Archive, *, tree: bool) -> Callable[[Archive], Checkpoint] | None:
-    """The reader for an archive with these records, or ``None``; only its module is imported."""
-    has_pickle = archive.find("data.pkl")
-    if archive.find("constants.pkl") or (archive.find("model.json") and not has_pickle):  # model.json in 1.0 to 1.2
-        from transload.formats.programs import torchscript
-
-        return torchscript.read
-    from transload.formats.torch_zip import read_torch_zip
-
-    reader = partial(read_torch_zip, tree=tree)
-    if has_pickle:
-        return reader
-    if any(name.startswith("data/aotinductor/") for name in archive.records):
-        from transload.formats.programs import aotinductor
-
-        return aotinductor.read
-    if archive.find("archive_format") or any(name.startswith("serialized_") for name in archive.records):
-        from transload.formats.programs import export
-
-        return export.read
-    if archive.find(".data/extern_modules") or archive.find(".data/python_version"):
-        from transload.formats.programs import package
-
-        return package.read
-    # What is left of a torch.save archive whose index is lost.
-    left = ("version", ".data/serialization_id", "byteorder", "data/0", "tensors/0")
-    return reader if any(archive.find(name) for name in left) else None

@@ -196,7 +196,7 @@ _OTHER_KINDS = {
 _ESCAPED = r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])"  # what writing.plan.member_name writes
 
 
-def read_npy(source: Source) -> Checkpoint | None:
+def read(source: Source) -> Checkpoint | None:
     """Read a ``.npy`` file: one array, without a name; ``None`` if it does not begin with the header of an array."""
     head, noted = source.read(0, _MAX_HEADER), LimitedProblems()
     if not _split(head)[0]:

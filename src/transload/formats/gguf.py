@@ -129,7 +129,7 @@ class _Header:
             yield self.text(), self.value(*self.numbers("I"))
 
 
-def read_gguf(source: Source) -> Checkpoint | None:
+def read(source: Source) -> Checkpoint | None:
     """Read the header of a GGUF file; never raises for bad content. ``None`` if the version is not 2 or 3.
 
     A truncated file also has all its tensors listed; if it ends within its header, those with a complete entry.

@@ -64,7 +64,7 @@ def unpacked(source: Source) -> Source:
     if not data or not _names_data(data) or len(data) >= limit:
         return source
     inner = Unpacked(data, source.name, kind, source.size)
-    checkpoint = read_plain_pickle(inner)
+    checkpoint = read(inner)
     return inner if checkpoint is not None and checkpoint.format == "pickle" and checkpoint.pickles[0].data else source
 
 
@@ -73,7 +73,7 @@ def _names_data(data: bytearray) -> bool:
     return data.find(b"torch", 0, 1 << 20) >= 0 or data.find(b"joblib", 0, 1 << 20) >= 0
 
 
-def read_plain_pickle(source: Source) -> Checkpoint | None:
+def read(source: Source) -> Checkpoint | None:
     """Read a file that begins with a pickle; ``None`` if it does not.
 
     A broken pickle counts only if it has named a global before: a text file can begin with valid opcodes by chance.
@@ -138,7 +138,7 @@ def read_plain_pickle(source: Source) -> Checkpoint | None:
 
 def holds_tensors(source: Source) -> bool:
     """Whether a file is a plain pickle of tensors, not a checkpoint of torch.save."""
-    checkpoint = None if looks_like_legacy(source) else read_plain_pickle(source)
+    checkpoint = None if looks_like_legacy(source) else read(source)
     return checkpoint is not None and checkpoint.pickles[0].data
 
 

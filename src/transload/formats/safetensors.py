@@ -62,6 +62,11 @@ def looks_like_safetensors(source: Source) -> bool:
     return text.lstrip(b" \t\r\n").startswith(b"{")
 
 
+def read(source: Source) -> Checkpoint | None:
+    """Read a safetensors file; ``None`` if it does not look like one."""
+    return read_safetensors(source) if looks_like_safetensors(source) else None
+
+
 def read_safetensors(source: Source) -> Checkpoint:
     """Read the header of a safetensors file.
 

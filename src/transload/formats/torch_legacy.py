@@ -46,6 +46,11 @@ def looks_like_legacy(source: Source) -> bool:
     return run_at(source, 0, _STAGES[0], _SMALL_WINDOW, MAX_DOUBT)[0].root == MAGIC
 
 
+def read(source: Source) -> Checkpoint | None:
+    """Read a tar archive or a stream; ``None`` if it is neither."""
+    return read_tar(source) or (read_legacy(source) if looks_like_legacy(source) else None)
+
+
 def read_legacy(source: Source) -> Checkpoint:
     """Read all five pickles, and find every storage by adding up sizes."""
     out = Draft(source.name, "torch-legacy", source.size)

@@ -1,6 +1,6 @@
 """The zip format of ``torch.save``: ``data.pkl``, the storages ``data/0``, ``data/1`` … and a few small records.
 
-An ``Archive`` is the records of a zip file or of an unpacked directory. ``read_torch_zip`` runs the pickle, finds its
+An ``Archive`` is the records of a zip file or of an unpacked directory. ``read`` runs the pickle, finds its
 tensors, and compares every storage with its record. It also reads the origin that ``transload.save`` records.
 """
 
@@ -140,7 +140,7 @@ class Archive:
         return self.read(record, min(limit, pickle_machine.MAX_STREAM))
 
 
-def read_torch_zip(archive: Archive, *, tree: bool = True) -> Checkpoint:
+def read(archive: Archive, *, tree: bool = True) -> Checkpoint:
     """Read the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
     out = Draft(archive.path, "torch-zip", archive.nbytes, archive.problems)
     found = out.problems

@@ -134,7 +134,7 @@ class Package(Program):
             return None
         source = self.open(record)
         if starts_like_zip(source):
-            found = torch_zip.read_torch_zip(Archive.of_zip(source, read_index(source)))
+            found = torch_zip.read(Archive.of_zip(source, read_index(source)))
         else:
             data = source.read(0, MAX_PACKED)
             bare = Draft(source.name, "pickle", source.size)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from importlib import import_module
 
 from transload.checkpoint import Checkpoint, Record
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, Problems
+from transload.formats import archive_format
 from transload.formats.sets.merger import Merger, listed
-from transload.formats.torch_zip import Archive, read_torch_zip
+from transload.formats.torch_zip import Archive
 from transload.formats.zip import Payload, ZipIndex
 from transload.frozen import replace
 from transload.io.folder import Folder, Listing
@@ -45,16 +47,11 @@ def _inner(listing: Listing, name: str) -> Listing:
 
 def read(merger: Merger) -> Checkpoint:
     """Read the records; ``file`` of a storage is relative to the folder."""
-    from transload.formats.programs import package, torchscript
-
     listing = merger.listing
     inside = len(listing.folders) == 1 and not listing.files and listing.folders[0] not in listing.links
     below = listing.folders[0] if inside else ""
     archive = open_archive(listing.folder, below)
-    if archive.find("constants.pkl") or (archive.find("model.json") and not archive.find("data.pkl")):
-        found = torchscript.read(archive)
-    else:
-        found = package.read(archive) if archive.find(".data/extern_modules") else read_torch_zip(archive)
+    found: Checkpoint = import_module(f"transload.formats.{archive_format(archive) or 'torch_zip'}").read(archive)
     prefix = f"{below}/" if below else ""
     storages = tuple(s._replace(file=f"{prefix}{s.record}" if s.record else "") for s in found.storages)
     kind = "torch-directory" if found.format == "torch-zip" else found.format
