@@ -12,7 +12,7 @@ from tests import forks
 from tests.diagnose.machines import cuda_fails, cuinit_fails, healthy, install, no_torch_run, with_facts, without_gpu
 from tests.each import each
 
-from transload.diagnose.case import LAYERS, Case, Found, Match, Rule
+from transload.diagnose.case import LAYERS, Case, Match, Matches, Rule
 from transload.diagnose.report import Diagnosis, judge_machine
 from transload.diagnose.rules import BY_CODE
 from transload.findings import Severity
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def rule(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Rule:
-    def check(_: Case) -> Found:
+    def check(_: Case) -> Matches:
         yield code, Match((f"evidence of {code}",), (f"= title of {code}", f"$ fix {code}"), severity)
 
     return Rule(code, layer, check, symptom, likely)
@@ -155,7 +155,7 @@ def test_to_dict_has_the_documented_keys() -> None:
 
 
 def test_rule_that_raises_is_reported_and_the_others_still_run() -> None:
-    def check(machine: Case) -> Found:
+    def check(machine: Case) -> Matches:
         raise OverflowError(f"too large: {machine.taken}")
 
     bad = Rule("K99", "kernel", check)
@@ -166,7 +166,7 @@ def test_rule_that_raises_is_reported_and_the_others_still_run() -> None:
 
 
 def test_rule_that_other_rules_call_may_raise(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(_: Case) -> Found:
+    def check(_: Case) -> Matches:
         raise OverflowError
 
     bad = Rule("C09", "surroundings", check)

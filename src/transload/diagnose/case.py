@@ -58,8 +58,8 @@ class Match(NamedTuple):
     title: str = ""
 
 
-Found = Iterator[tuple[str, Match]]
-Check = Callable[["Case"], Found]  # Yields the codes of the causes that it finds, each with what it saw.
+Matches = Iterator[tuple[str, Match]]
+Check = Callable[["Case"], Matches]  # Yields the codes of the causes that it finds, each with what it saw.
 
 
 class Rule(NamedTuple):

@@ -7,7 +7,7 @@ from posixpath import dirname
 from shlex import quote
 
 from transload.diagnose import fixes, tables
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules, torch_says
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, Matches, rules, torch_says
 from transload.diagnose.tables import chip_of, is_data_centre, is_listed, numbers_of, result
 from transload.findings import Severity
 from transload.machine import NVIDIA, Library, Node, Unknown
@@ -27,7 +27,7 @@ def _bus_line(m: Case) -> str:
 
 
 @rules("hardware", "N01")
-def notebook_without_gpu(m: Case) -> Found:
+def notebook_without_gpu(m: Case) -> Matches:
     """A note: a hosted notebook without a GPU."""
     notebook = m.surroundings.notebook
     if notebook in ("colab", "kaggle") and m.no_gpu:
@@ -36,7 +36,7 @@ def notebook_without_gpu(m: Case) -> Found:
 
 
 @rules("hardware", "H06")
-def switched_off(m: Case) -> Found:
+def switched_off(m: Case) -> Matches:
     """prime-select chose another card, and no NVIDIA driver is loaded although it is installed."""
     prime, first = m.platform.prime, m.torch.first
     built = m.platform.kernel in (m.kernel.built_for or ())
@@ -46,7 +46,7 @@ def switched_off(m: Case) -> Found:
 
 
 @rules("hardware", "H02")
-def lost_card(m: Case) -> Found:
+def lost_card(m: Case) -> Matches:
     """A card that no longer answers."""
     dead = (f"the configuration space of {card.address} reads all ones" for card in m.hardware.gpus if card.dead)
     lost = (gpu for gpu in m.driver.nvml.gpus if gpu.code in _LOST)
@@ -57,7 +57,7 @@ def lost_card(m: Case) -> Found:
 
 
 @rules("hardware", "H05", "H04")
-def silent_card(m: Case) -> Found:
+def silent_card(m: Case) -> Matches:
     """NVIDIA's module is loaded and supports the card, but NVML does not see it: it has no memory (H05) or fails."""
     if not m.driver_broken or m.kernel.loaded is not True or not m.unseen_cards or m.nvml_works or m.driver_misfit:
         return
@@ -77,7 +77,7 @@ def silent_card(m: Case) -> Found:
 
 
 @rules("hardware", "H03")
-def bad_memory(m: Case) -> Found:
+def bad_memory(m: Case) -> Matches:
     """A pending or failed remapping or retirement; an error if a program already failed because of it."""
     marked = [gpu for gpu in m.driver.nvml.gpus if gpu.remap_pending or gpu.remap_failure or gpu.retired_pending]
     died = any("uncorrectable ECC error" in step.error for step in m.torch_run.steps)
@@ -96,7 +96,7 @@ def bad_memory(m: Case) -> Found:
 
 
 @rules("hardware", "H01")
-def no_card(m: Case) -> Found:
+def no_card(m: Case) -> Matches:
     """A note: there is no NVIDIA card, or it is unknown whether there is one."""
     if m.surroundings.wsl or m.platform.system == "Darwin" or m.cuda_works or m.matches("N01", "H06"):
         return
@@ -116,7 +116,7 @@ _NO_GSP = r"not supported by open nvidia\.ko because it does not include the req
 
 
 @rules("kernel", "K06", "K07", "K08", "K09", "K12")
-def unsupported(m: Case) -> Found:
+def unsupported(m: Case) -> Matches:
     """A driver of the wrong branch or flavour for a card, or without the card's firmware."""
     kernel, lib = m.kernel, m.libcuda
     # the branch of the loaded module, else of the driver's libraries
@@ -180,7 +180,7 @@ def unsupported(m: Case) -> Found:
 
 
 @rules("kernel", "K04", "K05", "K02", "K03", "K01")
-def not_loaded(m: Case) -> Found:
+def not_loaded(m: Case) -> Matches:
     """NVIDIA's module is not loaded, or nouveau or nova is bound to a card, or vfio-pci to all of them."""
     drivers, built, running = {card.driver for card in m.hardware.gpus}, m.kernel.built_for, m.platform.kernel
     nouveau, here = drivers.intersection(_NOUVEAU), running in (built or ())
@@ -229,7 +229,7 @@ def not_loaded(m: Case) -> Found:
 
 
 @rules("kernel", "K10", "K11", "W01", likely=("K11", "W01"))
-def not_working(m: Case) -> Found:
+def not_working(m: Case) -> Matches:
     """The kernel driver is loaded, and only CUDA does not work; or, on Windows, the driver's library is not found."""
     kernel, first, times = m.kernel, m.torch.first, m.platform.suspends
     only_cuda = m.driver_broken and m.nvml_works
@@ -291,7 +291,7 @@ def _search(m: Case, folder: str, file: str) -> Lines:
 
 
 @rules("libraries", "U11", "U09", "U08")
-def under_wsl(m: Case) -> Found:
+def under_wsl(m: Case) -> Matches:
     """Why a process under WSL cannot use the Windows driver, of which it sees only libraries. The card is unknown."""
     lib, libraries, wsl = m.libcuda, m.driver.libraries.cuda or (), m.surroundings.wsl
     of_windows = next((library for library in libraries if library.kind == "wsl"), None)
@@ -324,7 +324,7 @@ def under_wsl(m: Case) -> Found:
 
 
 @rules("libraries", "U04", "U02", "U03", "U01", "U13")
-def wrong_library(m: Case) -> Found:
+def wrong_library(m: Case) -> Matches:
     """The driver does not start with the libcuda.so.1 that the process loads, or that file cannot be used at all."""
     if not m.driver_fails or m.no_gpu or m.withheld:
         return
@@ -389,7 +389,7 @@ def wrong_library(m: Case) -> Found:
 
 
 @rules("libraries", "U05", "U06", "U07")
-def not_found(m: Case) -> Found:
+def not_found(m: Case) -> Matches:
     """The loader finds no libcuda.so.1; or, as a note, CUDA works without the driver's other libraries."""
     # no PTX compiler: an error if something failed without it
     errors = " ".join(step.error for step in m.torch_run.steps)
@@ -437,7 +437,7 @@ _CAP = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d+)")
 
 
 @rules("driver", "C11", "S03", "S02", "S01", likely=("C11",))
-def not_ready(m: Case) -> Found:
+def not_ready(m: Case) -> Matches:
     """An error that sandboxes cause, or 802: NVSwitches or confidential computing are not ready."""
     # a sandbox without a driver of its own; in this layer, since a faulty node explains the error better
     sandbox = m.surroundings.sandbox
@@ -484,7 +484,7 @@ def not_ready(m: Case) -> Found:
 
 
 @rules("driver", "S04", "S07", "M01", "M02", likely=("S07",))
-def divided_card(m: Case) -> Found:
+def divided_card(m: Case) -> Matches:
     """MPS, a vGPU or MIG, which divide a card, give this process no part of it."""
     nvml = m.driver.nvml
     if m.driver_fails and m.driver_result in range(805, 811):
@@ -532,7 +532,7 @@ def _closed_caps(m: Case) -> list[Node]:
 
 
 @rules("variables", "M03")
-def mig_unreachable(m: Case) -> Found:
+def mig_unreachable(m: Case) -> Matches:
     """A MIG instance named in the format before driver 470, or whose node cannot be opened."""
     if not m.driver_fails or m.driver_result != 100:
         return
@@ -551,7 +551,7 @@ def mig_unreachable(m: Case) -> Found:
 
 
 @rules("driver", "U10", "X04", "X02", "U12", likely=("U10",))
-def no_start(m: Case) -> Found:
+def no_start(m: Case) -> Matches:
     """The driver is out of memory, or does not answer; or, as a note, CUDA works and NVML does not."""
     driver, limit = m.driver, m.platform.address_space
     starves = m.driver_result == _OUT_OF_MEMORY and not m.cuda_works
@@ -592,7 +592,7 @@ def no_start(m: Case) -> Found:
 
 
 @rules("driver", "X08", symptom=True)
-def unexplained(m: Case) -> Found:
+def unexplained(m: Case) -> Matches:
     """CUDA fails although there is a GPU; reported only if no other rule explains it."""
     state, lib, kernel = m.driver.cuda.answer.state, m.libcuda, m.kernel
     if not m.driver_fails or state in ("hung", "unasked") or m.withheld or (m.no_libcuda and m.surroundings.wsl):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shlex import quote
 
 from transload.diagnose import fixes
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Found, Lines, Match, rules, torch_says
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, Matches, rules, torch_says
 from transload.diagnose.tables import covers
 from transload.findings import Severity
 from transload.frozen import Frozen
@@ -19,7 +19,7 @@ _SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with their own init and packages: thei
 
 
 @rules("surroundings", "C09", "D05")
-def not_granted(m: Case) -> Found:
+def not_granted(m: Case) -> Matches:
     """A job or a service whose device cgroup forbids the nodes, or that was given none."""
     around, visible = m.surroundings, m.env(CVD)
     if m.no_gpu or not m.driver_fails:
@@ -69,7 +69,7 @@ def _libcuda_missing(m: Case) -> bool:
 
 
 @rules("surroundings", "C08")
-def apptainer_without_gpu(m: Case) -> Found:
+def apptainer_without_gpu(m: Case) -> Matches:
     """Apptainer or Singularity was started without the card."""
     kind = m.surroundings.container
     if m.driver_broken and kind in _APPTAINER and _libcuda_missing(m) and m.host_has_gpu:
@@ -78,7 +78,7 @@ def apptainer_without_gpu(m: Case) -> Found:
 
 
 @rules("surroundings", "C05")
-def pod_without_gpu(m: Case) -> Found:
+def pod_without_gpu(m: Case) -> Matches:
     """A Kubernetes pod that was given no card."""
     if m.driver_broken and m.surroundings.kubernetes and m.fails_without_nodes and m.host_has_gpu:
         evidence = ("this is a Kubernetes pod", "there is no /dev/nvidia*", *_host_lines(m))
@@ -86,7 +86,7 @@ def pod_without_gpu(m: Case) -> Found:
 
 
 @rules("surroundings", "C04")
-def no_visible_devices(m: Case) -> Found:
+def no_visible_devices(m: Case) -> Matches:
     """NVIDIA_VISIBLE_DEVICES asks the container runtime for no card."""
     around, variable = m.surroundings, "NVIDIA_VISIBLE_DEVICES"
     if not m.driver_broken or not around.container or around.kubernetes or not m.host_has_gpu:
@@ -102,7 +102,7 @@ def no_visible_devices(m: Case) -> Found:
 
 
 @rules("surroundings", "C03")
-def no_compute_capability(m: Case) -> Found:
+def no_compute_capability(m: Case) -> Matches:
     """NVIDIA_DRIVER_CAPABILITIES asks the container runtime for other libraries than CUDA's."""
     capabilities = m.env("NVIDIA_DRIVER_CAPABILITIES")
     if not m.driver_broken or not m.surroundings.container or not capabilities:
@@ -115,7 +115,7 @@ def no_compute_capability(m: Case) -> Found:
 
 
 @rules("surroundings", "C10", "C07")
-def other_release(m: Case) -> Found:
+def other_release(m: Case) -> Matches:
     """A container whose libcuda is not of the host's driver; a note for a host whose CDI file names another release."""
     around, kernel, lib = m.surroundings, m.kernel, m.mismatched_libcuda
     if not around.container and around.cdi and kernel.version and kernel.version not in around.cdi:
@@ -131,7 +131,7 @@ def other_release(m: Case) -> Found:
 
 
 @rules("surroundings", "C01")
-def container_without_gpu(m: Case) -> Found:
+def container_without_gpu(m: Case) -> Matches:
     """A container that was started without the card, for no other reason."""
     around, visible = m.surroundings, m.env("NVIDIA_VISIBLE_DEVICES")
     if not m.driver_broken or not around.container or m.matches("C08", "C05", "C04", "C11", "C09"):
@@ -148,7 +148,7 @@ def container_without_gpu(m: Case) -> Found:
 
 
 @rules("surroundings", "C02")
-def docker_without_toolkit(m: Case) -> Found:
+def docker_without_toolkit(m: Case) -> Matches:
     """A note: the host's Docker gives containers no GPU."""
     around, snap = m.surroundings, m.surroundings.docker == "snap"
     lacking = around.docker and not around.container and (snap or around.container_toolkit is False)
@@ -158,7 +158,7 @@ def docker_without_toolkit(m: Case) -> Found:
 
 
 @rules("surroundings", "N02", likely=("N02",))
-def image_built_without_gpu(m: Case) -> Found:
+def image_built_without_gpu(m: Case) -> Matches:
     """A note: CUDA works in a container, and its torch is built without it."""
     first = m.torch.first
     chosen = first and first.cpu_only and (first.installer in ("uv", "conda") or first.conda_build)
@@ -232,7 +232,7 @@ def _makes(node: Node) -> str:
 
 
 @rules("nodes", "D02")
-def wrong_device(m: Case) -> Found:
+def wrong_device(m: Case) -> Matches:
     """A node that is not the driver's device, or with no device behind it."""
     node, container = _faulty_node(m), m.surroundings.container
     if node is None or not ((wrong := _wrong_device(m, node)) or node.error in ("ENXIO", "ENODEV")):
@@ -251,7 +251,7 @@ def wrong_device(m: Case) -> Found:
 
 
 @rules("nodes", "D04")
-def forbidden_node(m: Case) -> Found:
+def forbidden_node(m: Case) -> Matches:
     """A node that a device cgroup forbids."""
     node = _faulty_node(m)
     if node and node.error == "EPERM" and not _wrong_device(m, node):
@@ -261,7 +261,7 @@ def forbidden_node(m: Case) -> Found:
 
 
 @rules("nodes", "D06", "D03", likely=("D06",))
-def no_access(m: Case) -> Found:
+def no_access(m: Case) -> Matches:
     """A node that this user may not open: because of SELinux (D06), its file system or its mode (D03)."""
     node, container = _faulty_node(m), m.surroundings.container
     if node is None or node.error != "EACCES":
@@ -295,7 +295,7 @@ def no_access(m: Case) -> Found:
 
 
 @rules("nodes", "D01")
-def missing_node(m: Case) -> Found:
+def missing_node(m: Case) -> Matches:
     """A node that does not exist, and that nothing creates."""
     node = _faulty_node(m)
     if node and not node.exists:
@@ -306,7 +306,7 @@ def missing_node(m: Case) -> Found:
 
 
 @rules("nodes", "R01")
-def amd_node(m: Case) -> Found:
+def amd_node(m: Case) -> Matches:
     """The node of AMD's driver cannot be opened."""
     first, kfd = m.torch.first, m.nodes.at("/dev/kfd").error
     amd = first and first.hip and any(card.vendor == AMD for card in m.hardware.pci or ())
@@ -430,7 +430,7 @@ _WHY = {
 
 
 @rules("variables", "E03", "E01", "E02", "E04", "E13", "E07", likely=("E07",))
-def hidden_gpus(m: Case) -> Found:
+def hidden_gpus(m: Case) -> Matches:
     """GPUs hidden by CUDA_VISIBLE_DEVICES, an error if none is left; where it is set; values only torch misreads."""
     value, run, nvml = m.env(CVD), m.torch_run, [gpu for gpu in m.driver.nvml.gpus if gpu.code == 0]
     if value is None:
@@ -474,7 +474,7 @@ def hidden_gpus(m: Case) -> Found:
 
 
 @rules("variables", "E12")
-def invalid_order(m: Case) -> Found:
+def invalid_order(m: Case) -> Matches:
     """CUDA_DEVICE_ORDER has a value that CUDA rejects."""
     order = m.env(_ORDER)
     if order not in (None, "FASTEST_FIRST", "PCI_BUS_ID") and m.has_nvidia and not m.cuda_works:
@@ -482,7 +482,7 @@ def invalid_order(m: Case) -> Found:
 
 
 @rules("variables", "A04")
-def compiler_switch(m: Case) -> Found:
+def compiler_switch(m: Case) -> Matches:
     """A variable that forces or forbids compiling PTX; a note if nothing fails because of it."""
     switches = ("CUDA_FORCE_PTX_JIT", "CUDA_FORCE_JIT", "CUDA_DISABLE_PTX_JIT", "CUDA_DISABLE_JIT")
     jit = next((name for name in switches if (m.env(name) or "0").strip() not in ("", "0")), "")
@@ -497,7 +497,7 @@ def compiler_switch(m: Case) -> Found:
 
 
 @rules("variables", "E09")
-def hidden_amd_gpus(m: Case) -> Found:
+def hidden_amd_gpus(m: Case) -> Matches:
     """A variable hides every AMD GPU."""
     first, gpus = m.torch.first, m.usable("rocm")
     if first and first.hip and gpus and m.torch_run.available is False:
@@ -509,7 +509,7 @@ def hidden_amd_gpus(m: Case) -> Found:
 
 
 @rules("variables", "E10")
-def check_by_nvml(m: Case) -> Found:
+def check_by_nvml(m: Case) -> Matches:
     """A note: torch asks NVML whether CUDA is available, and CUDA does not work."""
     check = "PYTORCH_NVML_BASED_CUDA_CHECK"
     if m.env(check) == "1" and m.torch_run.available and (not m.cuda_works or m.failed("init")):
@@ -518,7 +518,7 @@ def check_by_nvml(m: Case) -> Found:
 
 
 @rules("variables", "E05")
-def other_order(m: Case) -> Found:
+def other_order(m: Case) -> Matches:
     """A note: CUDA numbers the cards in another order than nvidia-smi."""
     cuda = [gpu for gpu in m.driver.cuda.gpus if gpu.uuid]
     uuids = [gpu.uuid for gpu in cuda]
@@ -530,7 +530,7 @@ def other_order(m: Case) -> Found:
 
 
 @rules("variables", "E11")
-def unusable_cache(m: Case) -> Found:
+def unusable_cache(m: Case) -> Matches:
     """A note: compiled kernels cannot be cached."""
     if m.variables.cache_problem and m.cuda_works:
         yield "E11", Match((m.variables.cache_problem,), severity="note")

@@ -8,7 +8,7 @@ from posixpath import dirname
 from shlex import quote
 
 from transload.diagnose import fixes, tables
-from transload.diagnose.case import Case, Found, Lines, Match, rules, torch_says
+from transload.diagnose.case import Case, Lines, Match, Matches, rules, torch_says
 from transload.diagnose.tables import CUDA_LIBRARY, index_builds, numbers_of, releases
 from transload.findings import Severity
 from transload.machine import AMD, ExtensionPackage, Resolved
@@ -35,14 +35,14 @@ def _other_pythons(m: Case) -> Lines:
 
 
 @rules("python", "P09")
-def unusable_python(m: Case) -> Found:
+def unusable_python(m: Case) -> Matches:
     """The examined Python cannot be run."""
     if m.python.problem and not m.torch_imported:
         yield "P09", Match((m.python.problem, *_other_pythons(m)))
 
 
 @rules("python", "P03")
-def shadowed_torch(m: Case) -> Found:
+def shadowed_torch(m: Case) -> Matches:
     """Another file or folder is imported as torch."""
     shadow, via, run = m.torch.shadow, m.torch.shadow_via, m.torch_run
     if not shadow or (m.torch_imported and run.version and run.file != shadow):
@@ -60,7 +60,7 @@ def shadowed_torch(m: Case) -> Found:
 
 
 @rules("python", "P08", "P07")
-def no_wheel(m: Case) -> Found:
+def no_wheel(m: Case) -> Matches:
     """No wheel of torch suits this system's C library (P08), or this Python (P07)."""
     python, libc, absent = m.python, m.platform.libc, _absent(m)
     lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith("GLIBC_")]
@@ -92,7 +92,7 @@ def no_wheel(m: Case) -> Found:
 
 
 @rules("python", "P02")
-def two_torches(m: Case) -> Found:
+def two_torches(m: Case) -> Matches:
     """A CPU-only torch hides one with CUDA, on a machine with a GPU; a note if there are just two."""
     installs = m.torch.installs or ()
     if len(installs) < 2 or m.torch.shadow:
@@ -113,7 +113,7 @@ def two_torches(m: Case) -> Found:
 
 
 @rules("python", "P04")
-def mixed_torch(m: Case) -> Found:
+def mixed_torch(m: Case) -> Matches:
     """Files of two versions: an error if torch cannot be imported, a warning if it can; leftovers alone are a note."""
     torch, first = m.torch, None if m.torch.shadow else m.torch.first
     leftovers = tuple(f"left over from another version: {name}" for name in (*torch.leftovers, *torch.dangling))
@@ -135,7 +135,7 @@ def mixed_torch(m: Case) -> Found:
 
 
 @rules("python", "P01")
-def no_torch(m: Case) -> Found:
+def no_torch(m: Case) -> Matches:
     """The examined Python has no torch."""
     if _absent(m) and not m.torch_imported:
         fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.has_nvidia_if_known))
@@ -143,7 +143,7 @@ def no_torch(m: Case) -> Found:
 
 
 @rules("python", "W02", likely=("W02",))
-def windows_on_arm(m: Case) -> Found:
+def windows_on_arm(m: Case) -> Matches:
     """There is no torch, and few wheels for this system."""
     arm = m.platform.machine.lower() in ("arm64", "aarch64")
     if m.platform.system == "Windows" and arm and m.torch.installs == ():
@@ -151,7 +151,7 @@ def windows_on_arm(m: Case) -> Found:
 
 
 @rules("build", "J01", "T02", "T03", "T05", "T04", "T01", likely=("T05", "T04"))
-def cpu_build(m: Case) -> Found:
+def cpu_build(m: Case) -> Matches:
     """A torch without CUDA on a machine whose NVIDIA card another build could use, and how it got there."""
     first, tegra = m.torch.first, m.hardware.tegra
     if first is None or not first.cpu_only or not m.has_nvidia or m.torch_computes:
@@ -190,7 +190,7 @@ def cpu_build(m: Case) -> Found:
 
 
 @rules("build", "T09", "T06", "T07", "T08")
-def other_build(m: Case) -> Found:
+def other_build(m: Case) -> Matches:
     """A torch that is damaged, or built for another vendor's GPU than this machine's."""
     torch, first, run = m.torch, m.torch.first, m.torch_run
     if first is None:
@@ -263,7 +263,7 @@ def _install_libraries(m: Case, blamed: list[Resolved]) -> Lines:
 
 
 @rules("torch-libraries", "L04", "L01")
-def not_loadable(m: Case) -> Found:
+def not_loadable(m: Case) -> Matches:
     """The import failed because of a library or a symbol; or torch was not run, and it would fail."""
     error, libraries, not_run = m.import_error, m.torch_libraries, m.torch_not_run
     missing = _MISSING.search(error)
@@ -308,7 +308,7 @@ def not_loadable(m: Case) -> Found:
 
 
 @rules("torch-libraries", "L03", "L02", "L07", "L06", "L05")
-def mixed_libraries(m: Case) -> Found:
+def mixed_libraries(m: Case) -> Matches:
     """CUDA libraries of two origins: an error only if torch fails because of them, or was not run and would."""
     libraries, prefix, parts = m.torch_libraries, m.python.prefix, m.torch_libraries.split_cudnn
     shadowed = [lib for lib in libraries.needed if lib.shadowed]
@@ -385,7 +385,7 @@ def _preloaded(m: Case) -> tuple[str, Lines, bool, bool]:
 
 
 @rules("torch-libraries", "L08", "L12", "L13", "L10", "L11", "L09", likely=("L11",))
-def other_libraries(m: Case) -> Found:
+def other_libraries(m: Case) -> Matches:
     """Libraries other than CUDA's that torch loads, and where the loader finds them."""
     first, error = m.torch.first, torch_says(m.import_error)
     path = fixes.elements(m, "LD_LIBRARY_PATH")
@@ -448,7 +448,7 @@ def _numbers(code: str) -> tuple[int, int]:
 
 
 @rules("fit", "V05", "V01", "V02", "V03", "A05", "A01", "A02", "R02", likely=("V05",))
-def driver_and_cards(m: Case) -> Found:
+def driver_and_cards(m: Case) -> Matches:
     """The driver against the CUDA version that torch was built with, and the cards against its architectures."""
     wheel, driver, torch_cuda, libraries = m.torch_cuda_numbers, m.driver_cuda, m.torch_cuda, m.torch_libraries
     # under WSL it is the Windows driver
@@ -549,7 +549,7 @@ def _named(extension: ExtensionPackage) -> str:
 
 
 @rules("extensions", "P05", "P06", "A03")
-def other_packages(m: Case) -> Found:
+def other_packages(m: Case) -> Matches:
     """Packages that were built for another torch, another CUDA or other cards."""
     release, _, build = m.torch_version.partition("+")
     cuda = m.torch_cuda_numbers
@@ -644,7 +644,7 @@ _STEPS = {
 
 
 @rules("run", "S06", "S05", "X06", "X05", "X07")
-def not_allowed_to_work(m: Case) -> Found:
+def not_allowed_to_work(m: Case) -> Matches:
     """What prevents even small operations on the card."""
     # the cards of this process, as NVML sees them; all of them if CUDA did not say which
     given = {gpu.uuid for gpu in m.driver.cuda.gpus if gpu.uuid}
@@ -702,7 +702,7 @@ def _lines(error: str) -> Lines:
 
 
 @rules("run", "X11", "X10", symptom=True)
-def torch_ends(m: Case) -> Found:
+def torch_ends(m: Case) -> Matches:
     """torch hangs or crashes (X11), or cannot be imported (X10)."""
     run, cuda, lib = m.torch_run, m.driver.cuda, m.libcuda
     state, step = run.answer.state, m.failed()
@@ -734,7 +734,7 @@ def torch_ends(m: Case) -> Found:
 
 
 @rules("run", "X09", symptom=True)
-def torch_without_gpu(m: Case) -> Found:
+def torch_without_gpu(m: Case) -> Matches:
     """The driver works, and torch sees no GPU."""
     run, cuda, start = m.torch_run, m.driver.cuda, m.failed("init")
     error = start.error if start else ""
@@ -753,7 +753,7 @@ def torch_without_gpu(m: Case) -> Found:
 
 
 @rules("run", "X12", symptom=True)
-def failed_step(m: Case) -> Found:
+def failed_step(m: Case) -> Matches:
     """A step after the import fails, on a machine whose driver works, or on the CPU."""
     work = m.failed(*_STEPS)
     if work and m.torch_run.answer.state not in ("hung", "crashed"):
@@ -763,7 +763,7 @@ def failed_step(m: Case) -> Found:
 
 
 @rules("run", "X13", symptom=True)
-def not_asked(m: Case) -> Found:
+def not_asked(m: Case) -> Matches:
     """A child could not be started: an error if there is a GPU and it is unknown whether it works; else a warning."""
     driver_detail = m.driver.cuda.answer.detail or m.problems.get("cuda", "")
     torch_detail = m.torch_run.answer.detail or m.problems.get("torch run", "")
