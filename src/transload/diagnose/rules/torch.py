@@ -384,45 +384,63 @@ def _preloaded(m: Case) -> tuple[str, Lines, bool, bool]:
     return f"/etc/ld.so.preload is {' '.join(listed)}", fix, proof, bool(in_file)
 
 
-@rules("torch-libraries", "L08", "L12", "L13", "L10", "L11", "L09", likely=("L11",))
-def other_libraries(m: Case) -> Matches:
-    """Libraries other than CUDA's that torch loads, and where the loader finds them."""
-    first, error = m.torch.first, torch_says(m.import_error)
-    path = fixes.elements(m, "LD_LIBRARY_PATH")
-
-    # without it the driver works; or torch fails and the library is about GPUs. Silent if torch works.
+@rules("torch-libraries", "L08")
+def preloaded_library(m: Case) -> Matches:
+    """The driver works without a preloaded library; or torch fails, and the library is about GPUs."""
     where, fix, proof, suspect = _preloaded(m)
     if (proof or suspect) and m.has_nvidia and not m.torch_computes:
         fails = proof or m.driver_fails or m.import_error or m.failed("init", "kernel")
-        evidence: Lines = (where, "without it the driver works" if proof else "", error)
+        evidence = (where, "without it the driver works" if proof else "", torch_says(m.import_error))
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
 
-    stdcpp = _STDCPP.search(m.import_error)
-    lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith(("GLIBCXX_", "CXXABI_"))]
-    if stdcpp or (lacking and m.torch_not_run):
-        fix = m.steps("L12")
-        if m.python.environment in fixes.CONDAS:
-            fix = fixes.conda(m, "libstdcxx-ng")
-        place = dirname(stdcpp["library"]) if stdcpp else ""
-        if place and place in path:
-            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", place)
-        yield "L12", Match((error, *(f"not defined: {symbol}" for symbol in lacking[:3])), fix)
 
+@rules("torch-libraries", "L12")
+def old_libstdcpp(m: Case) -> Matches:
+    """The C++ library that is loaded is older than the one that torch needs."""
+    error = _STDCPP.search(m.import_error)
+    lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith(("GLIBCXX_", "CXXABI_"))]
+    if error or (lacking and m.torch_not_run):
+        fix = fixes.conda(m, "libstdcxx-ng") if m.python.environment in fixes.CONDAS else m.steps("L12")
+        folder = dirname(error["library"]) if error else ""
+        if folder and folder in fixes.elements(m, "LD_LIBRARY_PATH"):
+            fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", folder)
+        yield "L12", Match((torch_says(m.import_error), *(f"not defined: {symbol}" for symbol in lacking[:3])), fix)
+
+
+@rules("torch-libraries", "L13")
+def new_mkl(m: Case) -> Matches:
+    """MKL 2024.1 no longer has a symbol that torch needs."""
     if "undefined symbol: iJIT_" in m.import_error:
         of_conda = m.python.environment in fixes.CONDAS
-        yield "L13", Match((error,), fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1"))
+        fix = fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1")
+        yield "L13", Match((torch_says(m.import_error),), fix)
 
-    if stdcpp := _DLL.search(m.import_error):
-        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in stdcpp["dll"]
-        yield "L10", Match((error,), m.steps("L10 fbgemm" if fbgemm else "L10"))
 
+@rules("torch-libraries", "L10")
+def missing_dll(m: Case) -> Matches:
+    """Windows cannot load a DLL of torch."""
+    first, error = m.torch.first, _DLL.search(m.import_error)
+    if error:
+        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in error["dll"]
+        yield "L10", Match((torch_says(m.import_error),), m.steps("L10 fbgemm" if fbgemm else "L10"))
+
+
+@rules("torch-libraries", "L11", likely=("L11",))
+def other_dlls(m: Case) -> Matches:
+    """torch fails, and Windows has loaded CUDA's DLLs from elsewhere."""
+    first = m.torch.first
     if m.platform.system == "Windows" and first and m.failed() and not m.torch_computes:
         mapped = ((file, file.replace("\\", "/").rpartition("/")[2].lower()) for file in m.torch_run.libraries)
         dlls = (file for file, name in mapped if name.startswith(("cudart64_", "cudnn", "cublas")))
         if outside := [file for file in dlls if not file.startswith(first.location)]:
             yield "L11", Match(tuple(f"loaded: {file}" for file in outside[:4]))
 
+
+@rules("torch-libraries", "L09")
+def current_directory(m: Case) -> Matches:
+    """The loader searches the current directory; a note unless torch cannot be imported because of it."""
     if reasons := tuple(reason for reason in m.driver.libraries.cwd_searched if "LD_LIBRARY_PATH" in reason):
+        path = fixes.elements(m, "LD_LIBRARY_PATH")
         named = {element.rstrip("/") for element in path}
         taken = [lib for lib in m.torch_libraries.needed if lib.via == "LD_LIBRARY_PATH"]
         from_here = [lib for lib in taken if dirname(lib.path) not in named]
