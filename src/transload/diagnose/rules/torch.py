@@ -465,7 +465,7 @@ def _numbers(code: str) -> tuple[int, int]:
     return number // 10, number % 10
 
 
-@rules("fit", "V05", "V01", "V02", "V03", "A05", "A01", "A02", "R02", likely=("V05",))
+@rules("fit", "V05", "V01", "V02", "V03", "A05", "A01", "A02", likely=("V05",))
 def driver_and_cards(m: Case) -> Matches:
     """The driver against the CUDA version that torch was built with, and the cards against its architectures."""
     wheel, driver, torch_cuda, libraries = m.torch_cuda_numbers, m.driver_cuda, m.torch_cuda, m.torch_libraries
@@ -538,7 +538,11 @@ def driver_and_cards(m: Case) -> Matches:
         code = "A05" if jetson else "A01" if newer else "A02"
         yield code, Match(evidence, fix, severity="warning" if spared else "error", likely=not sure)
 
-    architectures = libraries.architectures or m.torch_run.architectures
+
+@rules("fit", "R02")
+def other_amd_cards(m: Case) -> Matches:
+    """torch has no code for this AMD card."""
+    architectures = m.torch_libraries.architectures or m.torch_run.architectures
     amd = {code.partition(":")[0] for code in architectures if code.startswith("gfx")}
     chips = [other.detail for other in m.usable("rocm") if other.detail.startswith("gfx")]
     override = "HSA_OVERRIDE_GFX_VERSION"
