@@ -24,7 +24,7 @@ def each(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> C
     """
     parameters = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     rows = list(cases)
-    assert rows
+    assert rows, "there are no cases"
 
     def decorate(test: Test) -> Test:
         @functools.wraps(test)
@@ -33,14 +33,7 @@ def each(names: str | Sequence[str], cases: Iterable[Any], ids: Ids = None) -> C
                 _outcome(functools.partial(test, **_values(row, parameters)), fixtures, at)
                 for at, row in enumerate(rows)
             ]
-            failed = {at: error for at, error in enumerate(outcomes) if isinstance(error, Exception | _FAILED)}
-            if failed:
-                case_names = _case_names(rows, parameters, ids)
-                lines = [f"{case_names[at]:.200}: {type(error).__name__}: {error}" for at, error in failed.items()]
-                message = "\n".join([f"{len(failed)} of {len(rows)} cases failed", *lines])
-                raise AssertionError(message) from next(iter(failed.values()))
-            if all(outcomes):
-                pytest.skip(str(outcomes[0]))
+            _report(outcomes, lambda: _case_names(rows, parameters, ids))
 
         signature = inspect.signature(test)
         fixture_parameters = [parameter for name, parameter in signature.parameters.items() if name not in parameters]
@@ -54,7 +47,7 @@ _FAILED = pytest.fail.Exception
 _SKIPPED = pytest.skip.Exception
 
 
-def _outcome(test: Test, fixtures: dict[str, Any], number: int) -> BaseException | None:
+def _outcome(test: Callable[..., object], fixtures: dict[str, Any], number: int = 0) -> BaseException | None:
     """The error that the case raised, or None."""
     if "tmp_path" in fixtures:
         folder = fixtures["tmp_path"] / str(number)
@@ -70,6 +63,18 @@ def _outcome(test: Test, fixtures: dict[str, Any], number: int) -> BaseException
         except (Exception, _FAILED, _SKIPPED) as error:  # noqa: BLE001 - the test raises it later
             return error
     return None
+
+
+def _report(outcomes: list[BaseException | None], case_names: Callable[[], list[str]]) -> None:
+    """Raise an error that names every case that failed, or skip the test if every case was skipped."""
+    failed = {at: error for at, error in enumerate(outcomes) if isinstance(error, Exception | _FAILED)}
+    if failed:
+        named = case_names()
+        lines = [f"{named[at]:.200}: {type(error).__name__}: {error}" for at, error in failed.items()]
+        message = "\n".join([f"{len(failed)} of {len(outcomes)} cases failed", *lines])
+        raise AssertionError(message) from next(iter(failed.values()))
+    if all(outcomes):
+        pytest.skip(str(outcomes[0]))
 
 
 def _values(row: Any, parameters: list[str]) -> dict[str, Any]:
@@ -90,19 +95,14 @@ def _case_names(rows: list[Any], parameters: list[str], ids: Ids) -> list[str]:
 
 
 def for_each(cases: Iterable[Case], check: Callable[[Case], object]) -> None:
-    """Check every case, then raise one error that names every case that failed. A case may be skipped."""
-    failed: list[str] = []
-    first: BaseException | None = None
-    for case in cases:
-        try:
-            check(case)
-        except pytest.skip.Exception:  # noqa: PERF203  every case is checked by itself
-            continue
-        except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001  after any error the others are checked
-            failed.append(f"{case}: {type(error).__name__}: {error}")
-            first = first or error
-    if failed:
-        raise AssertionError("\n".join((f"{len(failed)} failed", *failed))) from first
+    """Check every case, then raise one error that names every case that failed.
+
+    It is an error if there are no cases. A case may be skipped; the test is skipped if all were.
+    """
+    rows = list(cases)
+    assert rows, "there are no cases"
+    outcomes = [_outcome(functools.partial(check, case), {}) for case in rows]
+    _report(outcomes, lambda: list(map(str, rows)))
 
 
 def parametrize_groups(name: str, cases: Iterable[Any], size: int = 10) -> pytest.MarkDecorator:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.each import each
+from tests.each import each, for_each
 
 
 @each("word, length", [("a", 1), ("bc", 2), pytest.param("def", 4, id="wrong"), ("g", 2)])
@@ -48,6 +48,22 @@ def test_skipped_only_if_every_case_is_skipped() -> None:
 def test_empty_list_of_cases_is_an_error() -> None:
     with pytest.raises(AssertionError):
         each("x", [])
+
+
+def test_for_each_names_every_case_that_failed() -> None:
+    with pytest.raises(
+        AssertionError, match=r"^2 of 3 cases failed\n0: ZeroDivisionError: .*\n4: Failed: odd$"
+    ) as caught:
+        for_each([0, 1, 4], lambda number: 1 % number == 0 or pytest.fail("odd"))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_for_each_must_check_a_case() -> None:
+    with pytest.raises(AssertionError, match=r"^there are no cases"):
+        for_each([], print)
+    with pytest.raises(pytest.skip.Exception, match=r"^no GPU$"):
+        for_each(["no GPU", "no GPU either"], pytest.skip)
+    for_each([True, False], lambda skipped: skipped and pytest.skip("no GPU"))
 
 
 def test_cases_share_neither_folder_nor_patches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,11 +353,9 @@ def test_commands_in_fixes_exist() -> None:
 
 
 def test_python_in_fixes_compiles() -> None:
-    for wording in WORDINGS:
-        (answer,) = answers(wording.text)
-        for line in answer.fix:
-            if line.startswith("| "):
-                compile(line[2:], wording.code, "exec")
+    lines = {(answer.code, line) for wording in WORDINGS for answer in answers(wording.text) for line in answer.fix}
+    python = [(code, line[2:]) for code, line in lines if line.startswith("| ")]
+    for_each(sorted(python), lambda case: compile(case[1], case[0], "exec"))
 
 
 def test_short_wording_counts_only_in_frames_of_its_module() -> None:
