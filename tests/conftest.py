@@ -4,7 +4,7 @@ import atexit
 import gc
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,33 @@ def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest
     return [collector for collector in (yield) if type(collector).__name__ != "DoctestModule"]
 
 
+_fsync = os.fsync
 os.fsync = lambda _: None  # type: ignore[assignment]  # tests would wait for the disk thousands of times
+
+
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The calls that make a file durable, in order: ``fsync``, which does reach the disk in this test, and ``rename``.
+
+    Each has the inode of its file or folder. Tests of durability use this fixture.
+    """
+    calls: list[tuple[str, int]] = []
+
+    def fsync(descriptor: int) -> None:
+        _fsync(descriptor)
+        calls.append(("fsync", os.fstat(descriptor).st_ino))
+
+    def recorded(rename: Callable[[str, str], None]) -> Callable[[str, str], None]:
+        def call(old: str, new: str) -> None:
+            rename(old, new)
+            calls.append(("rename", os.stat(new).st_ino))
+
+        return call
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", recorded(os.rename))
+    monkeypatch.setattr(os, "replace", recorded(os.replace))
+    return calls
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,6 +18,7 @@ from transload.errors import CannotWriteError, ForbiddenWriteError, NoDirectoryE
 from transload.io import atomic
 from transload.io.atomic import AtomicFile, InPlaceFile, cannot_write, is_atomic, remove_leftovers
 
+pytestmark = pytest.mark.usefixtures("disk_calls")  # files really are flushed
 as_user = pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root can write anywhere")
 posix = pytest.mark.skipif(os.name == "nt", reason="permissions and links work differently on Windows")
 forks = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns about threads
