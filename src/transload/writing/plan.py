@@ -61,7 +61,7 @@ class Options(NamedTuple):
 def target_format(dst: str, to: str = "") -> str:
     """The format to write: ``to``, or the one that the name of the target implies.
 
-    >>> target_format("model.safetensors"), format_of("out/"), format_of("x", "npz")
+    >>> target_format("model.safetensors"), target_format("out/"), target_format("x", "npz")
     ('safetensors', 'raw', 'npz')
     """
     if to in _FORMATS:
