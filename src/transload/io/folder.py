@@ -60,9 +60,9 @@ class Folder:
         prefix, ordered = f"{below}/" if below else "", dict(sorted(files.items()))
         return Listing(self, prefix, ordered, tuple(sorted(folders)), links, tuple(sorted(dangling)), count > most)
 
-    def open(self, name: str) -> Source:
-        """The source of a file; ``CannotReadError`` if it cannot be opened."""
-        return FileSource(self.path(name))
+    def open(self, name: str, *, keep: bool = True) -> Source:
+        """The source of a file, which it keeps open, or opens for each read; ``CannotReadError`` if it cannot."""
+        return (FileSource if keep else _ReopenedFile)(self.path(name))
 
     def kind(self, name: str) -> Literal["file", "folder", "link", "other", ""]:
         """What has this name: a plain file, a folder, a link that leads nowhere, something else, or nothing.
@@ -83,6 +83,24 @@ class Folder:
     def path(self, name: str) -> str:
         """The path of a file, for messages and for programs that take one."""
         return os.path.join(self.name, name) if name else self.name
+
+
+class _ReopenedFile(FileSource):
+    """A file that is opened for each read: a process cannot keep thousands open."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.close()
+
+    def read(self, offset: int, count: int) -> bytes:
+        """Up to ``count`` bytes from ``offset`` on."""
+        with closing(FileSource(self.name)) as file:
+            return file.read(offset, count)
+
+    def readinto(self, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from ``offset`` on; return the number of bytes read."""
+        with closing(FileSource(self.name)) as file:
+            return file.readinto(offset, buffer)
 
 
 class Listing(NamedTuple):

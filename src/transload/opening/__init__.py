@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from functools import cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -34,9 +33,10 @@ from transload.opening.jobs import (
 )
 
 if TYPE_CHECKING:
+    from transload.io.folder import Folder
     from transload.opening.elements import ElementReader
 
-__all__ = ["CheckpointFile", "OpenCheckpoint", "ReopenedFile", "fill", "inspect"]
+__all__ = ["CheckpointFile", "OpenCheckpoint", "fill", "inspect"]
 
 _ABSENT = object()  # no node: a node may be None
 
@@ -70,7 +70,7 @@ class OpenCheckpoint:
         self._open: dict[str, Source] = {}
         self._options: dict[str, bool] = {"tree": tree, "verify": verify}
         self._stream: ObjectSource | None = None  # the file object that it is read from
-        self._folder: str | None = None  # the folder that file names are relative to, if there are several files
+        self._folder: Folder | None = None  # the folder of its files, if there are several
         self._members: dict[int, dict[Key, object]] = {}
         self._lock = Lock()
         try:
@@ -137,7 +137,7 @@ class OpenCheckpoint:
         """One of its files, by ``Storage.file``; it stays open until ``close``."""
         with self._lock:
             self.check_open()
-            return self._open[""] if self._folder is None else self._open_file(os.path.join(self._folder, name))
+            return self._open[""] if self._folder is None else self._member(self._folder, name)
 
     @cached_property
     def elements(self) -> ElementReader:
@@ -188,22 +188,21 @@ class OpenCheckpoint:
         from transload.io.folder import folder_of
 
         folder, index = folder_of(path)
-        self._folder = folder.name
+        self._folder = folder
         checkpoints: dict[str, Checkpoint] = {}
         verify = self._options["verify"]
 
         def read(name: str) -> Checkpoint:
-            checkpoints[name] = checkpoint = read_source(self._open_file(folder.path(name)), verify=verify)
+            checkpoints[name] = checkpoint = read_source(self._member(folder, name), verify=verify)
             return checkpoint
 
         checkpoint = sets.read(folder, read, partial(read_source, verify=verify), index=index)
         if checkpoint.index:
             return checkpoint, (CheckpointFile(checkpoint, self.file, index=checkpoint.index),)
-        paths = {part.name: folder.path(part.name) for part in checkpoint.parts if part.role == "member"}
+        names = [part.name for part in checkpoint.parts if part.role == "member" and part.name in checkpoints]
         return checkpoint, tuple(
-            CheckpointFile(checkpoints[name], partial(_same, self._open[path]), path, name)
-            for name, path in paths.items()
-            if name in checkpoints
+            CheckpointFile(checkpoints[name], partial(_same, self._open[name]), folder.path(name), name)
+            for name in names
         )
 
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[CheckpointFile, ...]]:
@@ -215,9 +214,9 @@ class OpenCheckpoint:
         checkpoint = read_source(source, **self._options)
         return checkpoint, (CheckpointFile(checkpoint, partial(_same, source), path),)
 
-    def _open_file(self, path: str) -> Source:
+    def _member(self, folder: Folder, name: str) -> Source:
         """One of several files; kept open unless that would leave the program too few file descriptors."""
-        if path not in self._open:
+        if name not in self._open:
             most = 256
             if sys.platform != "win32":
                 import resource
@@ -225,8 +224,8 @@ class OpenCheckpoint:
                 # Half of the limit: 512 of the usual 1,024 on Linux, 128 of 256 on macOS.
                 soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
                 most = sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
-            self._open[path] = FileSource(path) if len(self._open) < most else ReopenedFile(path)
-        return self._open[path]
+            self._open[name] = folder.open(name, keep=len(self._open) < most)
+        return self._open[name]
 
 
 Range = tuple[Source, int, int, str]
@@ -283,21 +282,3 @@ class CheckpointFile(Frozen):
 
 def _same(source: Source, _: str) -> Source:
     return source
-
-
-class ReopenedFile(FileSource):
-    """A file that is opened for each read, because the process cannot keep all files open."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.close()
-
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        with closing(FileSource(self.name)) as file:
-            return file.read(offset, count)
-
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        with closing(FileSource(self.name)) as file:
-            return file.readinto(offset, buffer)

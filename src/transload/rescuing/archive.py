@@ -574,21 +574,20 @@ def recover_directory(path: str) -> Recovered:
     """The archive that was unzipped into a directory, without checksums."""
     from transload.formats.sets.unpacked import open_archive
     from transload.io.folder import Folder
-    from transload.opening import ReopenedFile
 
-    opened = open_archive(Folder(path))
+    folder = Folder(path)
+    opened = open_archive(folder)
     files = opened.records.values()
     needed = ("data.pkl", "constants.pkl", "model.json", "archive_format", ".data/extern_modules")
     if not any(file.name.rpartition("/")[2] in needed or file.name in needed for file in files):
         what = "this directory is neither a checkpoint of several files nor an unzipped archive"
         raise RescueError(what, where=path, fix="Rescue its files one by one.")
     notes = [f"{problem.where}: {problem.detail}" for problem in opened.problems[:8]]
-    top = os.path.realpath(path)
     records: list[ArchiveRecord] = []
     # The index first, as torch writes it, so that a truncated file loses as little as possible.
     for order, file in enumerate(sorted(files, key=lambda file: not file.name.endswith("data.pkl"))):
-        name = os.fsencode(f"{os.path.basename(top)}/{file.name}")
-        content = SourceRange(ReopenedFile(os.path.join(top, file.name)), 0, file.size)
+        name = os.fsencode(f"{folder.title}/{file.name}")
+        content = SourceRange(folder.open(file.name, keep=False), 0, file.size)
         records.append(stored_record(name, content, order=order))
     records = _with_version(_normalized(records, notes), notes)
     archive = RebuiltArchive(records, path)
