@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,8 @@ from transload.errors import CannotReadError
 from transload.findings import Problem
 from transload.formats import read_source, sets
 from transload.formats.sets.merger import Merger
-from transload.io.folder import MAX_ENTRIES, Folder, folder_of, relative_path
+from transload.io.folder import MAX_ENTRIES, Folder, Listing, folder_of, relative_path
+from transload.io.sources import BytesSource, Source
 from transload.opening import inspect
 from transload.opening import inspect as read
 
@@ -822,3 +823,57 @@ def test_rank_file_beside_its_metadata_is_not_reported_as_dangerous(tmp_path: Pa
         "not-a-checkpoint",
     )
     assert beside_metadata.findings[0].fix[-1] == f"$ transload inspect {tmp_path}"
+
+
+class InMemory(Folder):
+    """The files of a directory, which need not be on disk any more."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        files = [file for file in path.rglob("*") if file.is_file()]
+        self.contents = {file.relative_to(path).as_posix(): file.read_bytes() for file in files}
+
+    def list(self, below: str = "", most: int = MAX_ENTRIES) -> Listing:
+        prefix = f"{below}/" if below else ""
+        names = {name.removeprefix(prefix): data for name, data in self.contents.items() if name.startswith(prefix)}
+        files = {name: len(data) for name, data in sorted(names.items()) if "/" not in name}
+        folders = sorted({name.partition("/")[0] for name in names if "/" in name})
+        return Listing(self, prefix, dict(list(files.items())[:most]), tuple(folders))
+
+    def open(self, name: str, *, keep: bool = True) -> Source:
+        assert keep
+        if name not in self.contents:
+            raise CannotReadError("No such file or directory", where=name)
+        return BytesSource(self.contents[name], self.path(name))
+
+    def kind(self, name: str) -> Literal["file", "folder", "link", "other", ""]:
+        return "file" if name in self.contents else ""
+
+    def read(self, name: str) -> Checkpoint:
+        return read_source(self.open(name))
+
+
+def write_kinds(path: Path) -> None:
+    (path / "shards").mkdir()
+    write_safetensors(path / "shards" / ONE, {"a": (2, 3), "b": (4,)})
+    write_index(path / "shards" / "model.safetensors.index.json", {"a": ONE, "b": ONE, "c": TWO}, 60)
+    write_dcp(path / "dcp", [("w", torch.ones(2, 4), (0, 0), "__0_0.distcp")], {"w": (3, 4)})
+    for name in ("deepspeed/global_step20/mp_rank_00_model_states.pt", "megatron/iter_0000010/mp_rank_00/model.pt"):
+        (path / name).parent.mkdir(parents=True)
+        torch.save({"module": {"w": torch.ones(3)}}, path / name)
+    (path / "deepspeed" / "latest").write_text("global_step20")
+    torch.save({"w": torch.ones(2)}, path / "archive.pt")
+    shutil.unpack_archive(path / "archive.pt", path / "unpacked", "zip")
+
+
+def test_no_kind_opens_a_file_except_through_its_folder(tmp_path: Path) -> None:
+    write_kinds(tmp_path)
+    kinds = [name for name in os.listdir(tmp_path) if name != "archive.pt"]
+    expected = {name: inspect(tmp_path / name) for name in kinds}
+    folders = {name: InMemory(tmp_path / name) for name in kinds}
+    shutil.rmtree(tmp_path)
+    for name, folder in folders.items():
+        checkpoint = sets.read(folder, folder.read, read_source)
+        assert checkpoint.tensors, name
+        for field in ("format", "tensors", "storages", "parts", "problems", "index"):
+            assert getattr(checkpoint, field) == getattr(expected[name], field), (name, field)
