@@ -64,6 +64,17 @@ class Call:
         return f"Call({self.callee!r}, {self.kind})"
 
 
+class Unread(Call):
+    """What could not be read of a damaged pickle. It is written as ``None``, and so is a call of it."""
+
+    __slots__ = ()
+
+
+def is_unread(node: object) -> bool:
+    """Whether a node, or what a call would call, could not be read."""
+    return type(node) is Unread or (type(node) is Call and type(node.callee) is Unread)
+
+
 def is_empty_call(node: object, callee: object) -> bool:
     """Whether a node is a call of ``callee`` without arguments, whose result does not change later."""
     if type(node) is not Call or node.callee is not callee or node.args != () or node.kwargs is not None:

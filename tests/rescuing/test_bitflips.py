@@ -62,7 +62,7 @@ def test_flipped_bit_is_repaired_in_a_record_checksummed_in_parts(monkeypatch: p
     data[123_456] ^= 8
     (verdict,) = check_records(BytesSource(data), [intact_claim(9, 250_000)])
     assert (verdict.state, verdict.repairs) == (
-        "mended",
+        "repaired",
         (Repair(123_456, NOISE[123_456] ^ 8, NOISE[123_456], "", "proven"),),
     )
 
@@ -80,7 +80,7 @@ def test_flipped_bits_in_a_deflated_record_are_repaired() -> None:
     for _ in range(60):
         position, bit = rng.randrange(len(raw)), rng.randrange(8)
         (verdict,) = check_records(BytesSource(flipped(raw, position, bit)), [correct])
-        assert (verdict.state, verdict.crc32) == ("mended", zlib.crc32(text))
+        assert (verdict.state, verdict.crc32) == ("repaired", zlib.crc32(text))
         (repair,) = verdict.repairs
         assert (repair.position, repair.bits, repair.new) == (position, (bit,), raw[position])
         certainties.add(repair.certainty)

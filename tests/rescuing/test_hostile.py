@@ -25,8 +25,9 @@ from transload import inspect, rescue
 from transload.errors import TransloadError
 from transload.formats import read_source
 from transload.io.sources import BytesSource
-from transload.rescuing import bitflips, filled
+from transload.rescuing import bitflips
 from transload.rescuing.archive import LostRange, Recovered
+from transload.rescuing.compose import filled
 
 STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()
 MIB = 1 << 20

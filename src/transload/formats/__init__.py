@@ -119,14 +119,14 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     for a loader, which goes through all of them itself, and reads the file again if it needs their names.
     """
     if starts_like_zip(source):
-        folder, name = os.path.split(source.name)
-        if name.endswith(".distcp") and os.path.exists(os.path.join(folder, ".metadata")):
-            # A sequence of small archives, which another file describes.
+        if source.name.endswith(".distcp"):
             from transload.formats.foreign import Foreign
+            from transload.formats.sets.dcp import folder_of_rank
 
-            title = "one of the files of a torch.distributed.checkpoint directory"
-            fix = ("Name the directory.", f"$ transload inspect {quoted(folder or '.')}")
-            return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
+            if folder := folder_of_rank(source.name):
+                title = "one of the files of a torch.distributed.checkpoint directory"
+                fix = ("Name the directory.", f"$ transload inspect {quoted(folder)}")
+                return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
         return _read_zip(source, verify=verify, tree=tree)
     for name, start in _STREAMS:
         if source.read(0, len(start)) == start and (found := _module(name).read(source)) is not None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from transload.errors import TransloadError
 from transload.frozen import NamedTuple
-from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set
+from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set, Unread, is_unread
 
 MAX_RESTARTS = 1_000_000
 """The most steps for tuples and calls that contain themselves. Each is started again inside itself, which a file of a
@@ -180,6 +180,9 @@ class _Writer:
 
     def _call(self, node: Call) -> None:
         kind, args = node.kind, node.args
+        if is_unread(node):
+            self.out.extend(b"N")
+            return
         self._begin(node, 4)
         steps: list[Any]
         if kind in ("obj", "inst") and type(args) is tuple:
@@ -232,6 +235,7 @@ class _Writer:
         ),
         Global: _global,
         Call: _call,
+        Unread: _call,
         # Written again at each use, without the memo: picklers do so, and readers expect it.
         Persistent: lambda writer, node: writer.then(node.id, _Do(_Writer._emit, b"Q")),
         Extension: _extension,

@@ -20,6 +20,7 @@ from transload.formats.zip import ALIGNMENT, LOCAL, text_of
 from transload.formats.zip_scan import HAS_DESCRIPTOR, FoundRecord, Scan
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import NamedTuple
+from transload.io.folder import Folder
 from transload.io.packed import MAX_RATIO, Assembly, Inflating, SourceRange
 from transload.io.sources import BytesSource, Source
 from transload.render.words import plural
@@ -335,7 +336,7 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
         # A storage without a matching checksum must be as long as the index says, and begin where its header ends.
         # Otherwise bytes were inserted or removed, and it is damaged.
         folder, _, key = text_of(name).rpartition("/")
-        if verdict.state not in ("whole", "mended") and not record.endless and folder.endswith(("/data", "/tensors")):
+        if verdict.state not in ("whole", "repaired") and not record.endless and folder.endswith(("/data", "/tensors")):
             storage = found.storages.get(key)
             placed = record.payload % ALIGNMENT == 0 or (record.local and record.local.end == record.payload)
             if storage is not None and not (placed and storage.nbytes == record.stored):
@@ -570,12 +571,11 @@ def _with_version(records: list[ArchiveRecord], notes: list[str]) -> list[Archiv
 # -- unzipped directories
 
 
-def recover_directory(path: str) -> Recovered:
+def recover_directory(folder: Folder) -> Recovered:
     """The archive that was unzipped into a directory, without checksums."""
     from transload.formats.sets.unpacked import open_archive
-    from transload.io.folder import Folder
 
-    folder = Folder(path)
+    path = folder.name
     opened = open_archive(folder)
     files = opened.records.values()
     needed = ("data.pkl", "constants.pkl", "model.json", "archive_format", ".data/extern_modules")

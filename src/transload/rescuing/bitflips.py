@@ -88,7 +88,7 @@ class Verdict(NamedTuple):
     offsets of several bytes, if a flipped bit in any of them would explain the checksum.
     """
 
-    state: Literal["whole", "mended", "damaged", "cut", "unchecked"]
+    state: Literal["whole", "repaired", "damaged", "cut", "unchecked"]
     crc32: int | None = None
     repairs: tuple[Repair, ...] = ()
     size: int = -1
@@ -97,7 +97,7 @@ class Verdict(NamedTuple):
     @property
     def usable(self) -> bool:
         """Whether the bytes are those that were saved, as far as is known."""
-        return self.state in ("whole", "mended", "unchecked")
+        return self.state in ("whole", "repaired", "unchecked")
 
 
 def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, int]]:
@@ -231,7 +231,7 @@ def _repaired(source: Source, claim: Claim, vote: int, byte: int, bits: int, cer
     """The verdict on a record that has the checksum ``vote`` if these bits of a byte are flipped."""
     place = claim.payload + byte
     old = source.read(place, 1)[0]
-    return Verdict("mended", vote, (Repair(place, old, old ^ bits, "", certainty),), claim.size)
+    return Verdict("repaired", vote, (Repair(place, old, old ^ bits, "", certainty),), claim.size)
 
 
 _PROVEN_BYTE = 32 << 10

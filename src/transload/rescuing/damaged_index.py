@@ -17,7 +17,7 @@ from transload.dtypes import STORAGES
 from transload.formats.pickle_machine import run_part
 from transload.formats.pickle_state import PickleMachine, Sparse
 from transload.formats.rare_opcodes import opcodes
-from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, called
+from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Unread, called
 
 _MAX_NAME = 1024
 _MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it
@@ -48,12 +48,6 @@ _ORDERED = ("collections", "OrderedDict")
 _KNOWN = (_REBUILD, _ORDERED, ("torch._utils", "_rebuild_parameter"), *(("torch", name) for name in STORAGES))
 
 
-class Unread(Call):
-    """Something that is lost: removed from dictionaries, and written as ``None`` elsewhere."""
-
-    __slots__ = ()
-
-
 class _Memo(Sparse):
     """A memo that has ``Unread`` for every missing index."""
 
@@ -62,6 +56,12 @@ class _Memo(Sparse):
             return super().__getitem__(index)
         except KeyError:
             return Unread(None, (), "reduce", 0)
+
+
+def discard(call: Call) -> None:
+    """Make the result of a call unread, in place: it is lost, and may be used in several places."""
+    call.callee, call.args = Unread(None, (), "reduce", 0), ()
+    call.kwargs = call.states = call.items = call.appended = None
 
 
 def is_ordered(node: object) -> TypeGuard[Call]:
@@ -305,7 +305,7 @@ def _repair_names(vm: PickleMachine) -> None:
             case (Persistent(), int(), tuple(), tuple(), bool(), Call()):
                 call.callee = Global(*_REBUILD, 0)
             case _ if type(call.callee) is Unread:
-                call.__class__ = Unread
+                discard(call)
 
 
 def _is_near(one: str, other: str) -> bool:

@@ -383,7 +383,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     if not starts_record(_head(source, record)):  # only the archive has a checksum for it
         (verdict,) = check_records(source, [claim_of(record, summed=True)])
         repairs = verdict.repairs
-        if verdict.state == "mended":
+        if verdict.state == "repaired":
             place, _, _, _, certainty = repairs[0]
             notes.append(f"a flipped bit in it was repaired, using its checksum ({certainty}): byte {place:,}")
         damaged = verdict.state in ("damaged", "cut") or any(repair.certainty != "proven" for repair in repairs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from math import prod
 from typing import TypeGuard
@@ -31,6 +32,12 @@ MAX_DIMENSIONS = 64
 def matches(listing: Listing) -> bool:
     """Whether a folder has the metadata, or files of ranks."""
     return any(name == METADATA or name.endswith(".distcp") for name in listing.files)
+
+
+def folder_of_rank(path: str) -> str:
+    """The folder of a rank's file, which is a sequence of archives that the metadata describes; else empty."""
+    folder, name = os.path.split(path)
+    return (folder or ".") if name.endswith(".distcp") and os.path.exists(os.path.join(folder, METADATA)) else ""
 
 
 def read(merger: Merger) -> Checkpoint:
