@@ -6,7 +6,8 @@
 
 ``answers.json`` holds what must not change: for each case its exit code, a digest of its JSON without the prose, and a
 digest of the files that it wrote. ``words.json`` holds a digest of the complete output: the text, or the JSON with its
-prose. A change of wording changes only the second.
+prose. A change of wording changes only the second. ``texts`` holds some outputs in full, for people to read: each file
+has a command and what it prints. To add one, write a file with only its first lines, and record it.
 
 Commands run in this process, in a temporary folder, and no result depends on the host: files and texts are fixed,
 machines are read from reports (``doctor --from``), and ``check`` judges a recorded machine. torch is not used.
@@ -18,12 +19,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
+import functools
 import gzip
 import hashlib
 import io
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tarfile
@@ -46,7 +50,7 @@ from transload.cli.main import main  # noqa: E402
 from transload.diagnose.rules import BY_CODE  # noqa: E402
 from transload.diagnose.saved import machine_from  # noqa: E402
 
-ANSWERS, WORDS = HERE / "answers.json", HERE / "words.json"
+ANSWERS, WORDS, TEXTS = HERE / "answers.json", HERE / "words.json", HERE / "texts"
 
 PROSE = {
     *("title", "evidence", "fix", "because", "what", "why", "notes", "purpose", "prediction", "warnings", "warning"),
@@ -326,6 +330,71 @@ def forged() -> list[str]:
     return sorted(path.as_posix() for path in Path("forged").iterdir())
 
 
+# -- outputs in full -------------------------------------------------------------------------------------------------
+
+
+def transcript(text: str) -> str:
+    """The lines of a text that begin with ``#`` or ``$``; each command is followed by what it prints now.
+
+    ``check`` judges the machine ``healthy``, or the one that a line ``# machine: …`` names.
+    """
+    lines: list[str] = []
+    machine = "healthy"
+    with isolated():
+        Path("new").mkdir()
+        for line in text.split("\n"):
+            if line.startswith("# machine: "):
+                machine = line.removeprefix("# machine: ")
+            if line.startswith("#"):
+                lines.append(line)
+            elif line.startswith("$ transload "):
+                outcome = transcribed(shlex.split(line)[2:], machine)
+                output = f"{outcome.stdout}{outcome.stderr}".rstrip("\n")
+                lines += [line, *output.split("\n"), f"exit {outcome.exit}"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def transcribed(arguments: list[str], machine: str) -> Outcome:
+    """Run a command after writing the files that it names."""
+    for argument in arguments:
+        data = input_file(argument)
+        if data is not None and not Path(argument).exists():
+            Path(argument).parent.mkdir(parents=True, exist_ok=True)
+            Path(argument).write_bytes(data)
+
+    def check_recorded(path: str, device: Any, **_: object) -> Any:
+        return check(path, device, machine=machine_from(all_machines()[machine]))
+
+    with mock.patch("transload.diagnose.doctor"), mock.patch("transload.checking.check_here", check_recorded):
+        return command(*arguments)
+
+
+def input_file(path: str) -> bytes | None:
+    """The bytes of an input: a fixture, a damaged or forged file, a machine. None if it is not an input."""
+    folder, _, name = path.partition("/")
+    if folder == "machines":
+        return json.dumps({"schema": 1, "machine": all_machines()[name.removesuffix(".json")]}).encode()
+    if folder == "forged":
+        with tarfile.open(HERE / "files.tar.gz") as archive:
+            content = archive.extractfile(path)
+            assert content is not None
+            return content.read()
+    if folder == "damaged":
+        return damaged()[name]
+    return (ROOT / "tests" / path).read_bytes() if folder == "data" else None
+
+
+all_machines = functools.cache(machines)
+
+
+def text_difference(path: Path) -> str:
+    """How what the commands of a file print now differs from the file; empty if it does not."""
+    before = path.read_text(encoding="utf-8")
+    now = transcript(before)
+    name = path.relative_to(ROOT).as_posix()
+    return "\n".join(difflib.unified_diff(before.splitlines(), now.splitlines(), name, "now", lineterm=""))
+
+
 # -- recording -------------------------------------------------------------------------------------------------------
 
 HOST_VARIABLES = ("TRANSLOAD_", "CUDA_", "NVIDIA_", "TORCH", "HIP_", "ROCR_", "LD_", "COLUMNS", "FORCE_COLOR", "TERM")
@@ -409,6 +478,11 @@ def run() -> int:
         else:
             before = read(path)
             changes += [f"{path.stem}: {line}" for part in PARTS for line in differences(before[part], tables[part])]
+    for path in sorted(TEXTS.iterdir()):
+        if options.update:
+            path.write_text(transcript(path.read_text(encoding="utf-8")), encoding="utf-8")
+        elif difference := text_difference(path):
+            changes.append(difference)
     count = sum(len(labels) for answers, _ in results.values() for labels in answers.values())
     print("\n".join([*changes, f"{count} cases, {len(changes)} differences"]))  # noqa: T201
     return int(bool(changes))
