@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from transload.checkpoint import Key, Storage, Tensor
 from transload.dtypes import BLOCKS, ITEMSIZE, MAX_SIZE, itemsize
 from transload.findings import LimitedProblems, Problem
-from transload.geometry import contiguous
 from transload.nodes import REBUILDS, Call, Dict, Global, called, device_text, dotted, short, text_of
 
 # Dimensions of a tensor. A million tensors could share a shape of a million dimensions, for two bytes each.
@@ -262,6 +261,8 @@ class RebuildReader:
         shape: tuple[int, ...] = ()
         if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
             shape = _ints(array.states[0][1], "size")
+        from transload.geometry import contiguous
+
         steps, where = contiguous(shape), text_of(device)
         return Tensor(*at, _dtype(dtype), shape, steps, where, None, 0, grad is True, "device")
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from transload.checkpoint import Checkpoint, Origin
 from transload.findings import Safety, rescue_command
 from transload.nodes import Call, Dict, Global
-from transload.steps import step_of
 
 # A trace of the writer: the first and last release that leave it, and what it is. An empty bound is open.
 _Clue = tuple[str, str, str]
@@ -188,6 +187,8 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     if form.other_loader and unreadable:
         return f"fails, and so does {form.other_loader}: the file is damaged"
     if form.torch_load:
+        from transload.steps import step_of
+
         return form.torch_load.replace("{rescue}", step_of(rescue_command(checkpoint.path)).text)
     if checkpoint.path.endswith(".safetensors"):
         return "fails from torch 2.13 on: its name says safetensors, but it is another format; rename it"

@@ -9,32 +9,20 @@ from __future__ import annotations
 
 import os
 import sys
+from _thread import allocate_lock  # threading takes a millisecond to import
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from threading import Lock
 from typing import TYPE_CHECKING
-from weakref import proxy
 
 from transload.checkpoint import Checkpoint, Key
-from transload.errors import BrokenFileError, UsageError
 from transload.formats import gc_paused, read_source, unpacked
 from transload.frozen import Frozen, replace
 from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, is_set, open_source
-from transload.opening.jobs import (
-    FEW_BYTES,
-    AddressOf,
-    Checksums,
-    File,
-    HostLane,
-    ReadRequest,
-    ReportProgress,
-    Settings,
-    jobs,
-)
 
 if TYPE_CHECKING:
     from transload.io.folder import Folder
     from transload.opening.elements import ElementReader
+    from transload.opening.jobs import AddressOf, Checksums, ReportProgress, Settings
 
 __all__ = ["CheckpointFile", "OpenCheckpoint", "fill", "inspect"]
 
@@ -72,7 +60,7 @@ class OpenCheckpoint:
         self._stream: ObjectSource | None = None  # the file object that it is read from
         self._folder: Folder | None = None  # the folder of its files, if there are several
         self._members: dict[int, dict[Key, object]] = {}
-        self._lock = Lock()
+        self._lock = allocate_lock()
         try:
             with gc_paused():
                 read, self.files = self._read(f)
@@ -106,12 +94,16 @@ class OpenCheckpoint:
     def check_open(self) -> None:
         """Raise ``UsageError`` if it was closed."""
         if self.closed:
+            from transload.errors import UsageError
+
             raise UsageError("this checkpoint was closed", where=self.checkpoint.path, fix="Open it again to read.")
 
     def check_unchanged(self) -> None:
         """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed."""
         for source in self._open.values():
             if source.is_changed():
+                from transload.errors import BrokenFileError
+
                 fix = "Read it again when no program writes to it; transload.save replaces a file in one step."
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
@@ -142,6 +134,8 @@ class OpenCheckpoint:
     @cached_property
     def elements(self) -> ElementReader:
         """The elements of its tensors, without torch."""
+        from weakref import proxy
+
         from transload.opening.elements import ElementReader
 
         opened = proxy(self)  # a reference cycle would keep the files open until the garbage collector runs
@@ -235,7 +229,7 @@ Range = tuple[Source, int, int, str]
 def fill(
     ranges: Iterable[Range],
     address_of: AddressOf,
-    settings: Settings = Settings(),  # noqa: B008 - a named tuple does not change
+    settings: Settings | None = None,
     report_progress: ReportProgress | None = None,
     checksums: Checksums | None = None,
 ) -> None:
@@ -243,6 +237,9 @@ def fill(
 
     Few bytes for host memory are read in this thread, without importing the engine.
     """
+    from transload.opening.jobs import FEW_BYTES, File, HostLane, ReadRequest, Settings, jobs
+
+    settings = settings or Settings()
     numbers: dict[Source, int] = {}
     requests: list[ReadRequest] = [
         tuple.__new__(ReadRequest, (numbers.setdefault(source, len(numbers)), offset, nbytes, device))
