@@ -28,8 +28,8 @@ from transload.errors import (
     UsageError,
 )
 from transload.findings import join_names
-from transload.formats import gc_paused
 from transload.frozen import NamedTuple
+from transload.io import gc_paused
 from transload.io.memory import memory_at
 from transload.io.sources import FileSource, Progress, Source, SourceLike
 from transload.loading.build import build_object, is_fake_mode, plain_tensors

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import LandingWarning, LoadError, TransloadError, UsageError, warn
 from transload.findings import join_names
-from transload.formats import gc_paused
+from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
 from transload.loading.handles import TensorReader, build_node

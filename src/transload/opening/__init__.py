@@ -15,8 +15,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from transload.checkpoint import Checkpoint, Key
-from transload.formats import gc_paused, read_source, unpacked
+from transload.formats import read_source, unpacked
 from transload.frozen import Frozen, replace
+from transload.io import gc_paused
 from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, is_set, open_source
 
 if TYPE_CHECKING:

@@ -12,9 +12,10 @@ from transload.contents import byte_span, with_parts
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import join_names, quoted, rescue_command
 from transload.format import FORMATS, format_of
-from transload.formats import gc_paused, read_source
+from transload.formats import read_source
 from transload.formats.plain_pickle import holds_tensors
 from transload.formats.sets.dcp import folder_of_rank
+from transload.io import gc_paused
 from transload.io.folder import folder_of
 from transload.io.pool import progress_counter
 from transload.io.sources import Progress, Source, SourceLike, is_set, open_source

@@ -21,11 +21,11 @@ from transload.devices import KINDS, closest_kind
 from transload.errors import ForbiddenWriteError, RetagError, UsageError
 from transload.findings import SEVERITIES, Problems, quoted, rescue_command
 from transload.format import SAVE_AGAIN
-from transload.formats import gc_paused, read_source
+from transload.formats import read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import Frozen, Plain, Reported, replace
-from transload.io import journal
+from transload.io import gc_paused, journal
 from transload.io.atomic import refuse_name
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source, is_set

@@ -30,11 +30,11 @@ from typing import Any
 from transload._version import __version__
 from transload.errors import CannotWriteError, NotAFileError, NoTorchError, SaveError, SaveWarning, UsageError
 from transload.findings import join_names
-from transload.formats import gc_paused
 from transload.formats.torch_legacy import write_legacy
 from transload.formats.torch_zip import RECORD as ORIGIN_RECORD
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, Sink, opening_records, write_checkpoint
+from transload.io import gc_paused
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic, refuse_name
 from transload.io.checksums import fastest_crc32
 from transload.io.cuda_driver import DriverError, cuda_driver

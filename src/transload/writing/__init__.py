@@ -20,11 +20,12 @@ from transload.checkpoint import Tensor
 from transload.dtypes import ITEMSIZE, NUMPY
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
-from transload.formats import gc_paused, read_source
+from transload.formats import read_source
 from transload.formats.safetensors import MAX_HEADER, read_safetensors
 from transload.formats.zip import read_index
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_archive, write_checkpoint
 from transload.frozen import Frozen, Reported
+from transload.io import gc_paused
 from transload.io.atomic import refuse_missing_directory, remove_leftovers
 from transload.io.pool import progress_counter
 from transload.io.sources import FileSource, Progress, SourceLike

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from transload.formats import gc_paused
+from transload.io import gc_paused
 from transload.loading import load
 
 
@@ -98,7 +98,7 @@ def test_load_from_a_minimal_file_object(saved: bytes) -> None:
 def test_frozen_objects_are_counted_only_once(saved: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """``gc.get_freeze_count`` counts one by one: with two million objects it took three times as long as the load."""
     counts = iter([1])
-    monkeypatch.setattr("transload.formats._has_frozen", False)
+    monkeypatch.setattr("transload.io._has_frozen", False)
     monkeypatch.setattr(gc, "get_freeze_count", lambda: next(counts))
     load(saved)
     load(saved)
