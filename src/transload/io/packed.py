@@ -108,8 +108,8 @@ def _decompressor(kind: str) -> Any:
     _, modules, name, arguments = _FORMATS[kind]
     for module in modules.split():
         with suppress(ImportError):
-            made = getattr(import_module(module), name)(**arguments)
-            return _Zstandard(made.decompressobj()) if module == "zstandard" else made
+            decoder = getattr(import_module(module), name)(**arguments)
+            return _Zstandard(decoder.decompressobj()) if module == "zstandard" else decoder
     raise ImportError(f"no module that decompresses {kind} is installed")
 
 
@@ -189,14 +189,11 @@ class Assembly(Source):
             self._starts.append(self.size)
             self.size += part.length
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
+    def _read(self, offset: int, count: int) -> bytes:
         from bisect import bisect_right
 
-        if offset < 0:
-            return b""
-        found: list[bytes] = []
-        end = min(offset + count, self.size)
+        pieces: list[bytes] = []
+        end = offset + count
         index = bisect_right(self._starts, offset) - 1
         while offset < end:
             part = self._parts[index]
@@ -204,10 +201,10 @@ class Assembly(Source):
             data = part.source.read(part.offset + inside, min(part.length - inside, end - offset))
             if not data:
                 break
-            found.append(data)
+            pieces.append(data)
             offset += len(data)
             index += inside + len(data) == part.length
-        return found[0] if len(found) == 1 else b"".join(found)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class Inflating(Source):
@@ -227,19 +224,14 @@ class Inflating(Source):
         self._left = memoryview(b"")  # the unread rest of the last piece
         self._position = 0  # where that rest begins
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        out = bytearray(max(0, min(count, self.size - offset)))
-        got = self.readinto(offset, memoryview(out))
-        return bytes(out[:got])
+    def _read(self, offset: int, count: int) -> bytes:
+        out = bytearray(count)
+        return bytes(out[: self._fill(offset, memoryview(out))])
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; return the number of bytes read."""
+    def _fill(self, offset: int, buffer: memoryview) -> int:
         from zlib import error
 
-        if offset < 0:
-            return 0
-        end = min(offset + len(buffer), self.size)
+        end = offset + len(buffer)
         with self._lock:
             try:
                 if offset < self._position:
@@ -264,4 +256,4 @@ class Inflating(Source):
             except BaseException:  # an interrupt may come between decoding bytes and counting them
                 self._rewind()
                 raise
-        return max(0, end - offset)
+        return len(buffer)

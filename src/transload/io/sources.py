@@ -26,6 +26,9 @@ class Source(Protocol):
     ``read`` returns exactly the bytes that exist in ``[offset, offset + count)``: fewer than ``count`` at the end, none
     beyond it, and none if ``offset`` is negative. It never allocates memory for bytes that do not exist, and may be
     called from several threads. ``close`` releases what the source has opened; most have opened nothing.
+
+    A subclass has ``_read``, and ``_fill`` if it need not copy what that returns; both are called only for bytes that
+    exist.
     """
 
     name: str
@@ -38,9 +41,17 @@ class Source(Protocol):
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
+        count = min(count, self.size - offset)
+        return self._read(offset, count) if offset >= 0 and count > 0 else b""
 
     def readinto(self, offset: int, buffer: memoryview) -> int:
         """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
+        count = min(len(buffer), self.size - offset)
+        return self._fill(offset, buffer[:count]) if offset >= 0 and count > 0 else 0
+
+    def _read(self, offset: int, count: int) -> bytes: ...
+
+    def _fill(self, offset: int, buffer: memoryview) -> int:
         done = 0
         while done < len(buffer):
             part = self.read(offset + done, min(_PIECE, len(buffer) - done))  # in pieces, to keep the copy small
@@ -93,26 +104,20 @@ class FileSource(Source):
     def is_same_file(self, path: str) -> bool:
         """Whether a path leads to this file, and the file has not become shorter."""
         try:
-            status, own = os.stat(path), os.fstat(self.descriptor)
+            status = os.stat(path)
+            return os.path.samestat(status, os.fstat(self.descriptor)) and status.st_size >= self.size
         except OSError:  # it is gone, or closed here
             return False
-        return os.path.samestat(own, status) and status.st_size >= self.size
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        count = min(count, self.size - offset)
-        if offset < 0 or count <= 0:
-            return b""
+    def _read(self, offset: int, count: int) -> bytes:
         try:
             return read_at(self.descriptor, offset, count)
         except OSError as error:
             raise cannot_read(self.name, error) from error
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        wanted = max(0, min(len(buffer), self.size - offset)) if offset >= 0 else 0
+    def _fill(self, offset: int, buffer: memoryview) -> int:
         try:
-            return read_into(self.descriptor, buffer[:wanted], offset)
+            return read_into(self.descriptor, buffer, offset)
         except OSError as error:
             raise cannot_read(self.name, error) from error
 
@@ -178,15 +183,12 @@ class BytesSource(Source):
         self.name = name
         self.size = len(self._view)
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        return bytes(self._view[offset : max(0, offset + count)]) if offset >= 0 else b""
+    def _read(self, offset: int, count: int) -> bytes:
+        return bytes(self._view[offset : offset + count])
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        part = self._view[offset : offset + len(buffer)] if offset >= 0 else self._view[:0]
-        buffer[: len(part)] = part
-        return len(part)
+    def _fill(self, offset: int, buffer: memoryview) -> int:
+        buffer[:] = self._view[offset : offset + len(buffer)]
+        return len(buffer)
 
 
 class ObjectSource(Source):
@@ -214,11 +216,7 @@ class ObjectSource(Source):
 
             raise UsageError("the file object returns text", fix="Open it in binary mode: open(path, 'rb').")
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        count = min(count, self.size - offset)
-        if offset < 0 or count <= 0:
-            return b""
+    def _read(self, offset: int, count: int) -> bytes:
         with self._lock:
             try:
                 self._file.seek(self.start + offset)
@@ -229,8 +227,7 @@ class ObjectSource(Source):
                 raise cannot_read(self.name, error) from error
         return data
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on, with the object's ``readinto`` if it has one."""
+    def _fill(self, offset: int, buffer: memoryview) -> int:
         into = getattr(self._file, "readinto", None)
         done = 0
         try:
@@ -240,7 +237,7 @@ class ObjectSource(Source):
                     done += count
         except (OSError, ValueError):
             into = None
-        return done if into else super().readinto(offset, buffer)  # which raises our errors
+        return done if into else super()._fill(offset, buffer)  # which raises our errors
 
     def close(self) -> None:
         """Move to ``home``; the object stays open."""
@@ -257,13 +254,11 @@ class Slice(Source):
         self.size = max(0, min(size, base.size - offset))
         self.name = name
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        return self.base.read(self.offset + offset, min(count, self.size - offset)) if offset >= 0 else b""
+    def _read(self, offset: int, count: int) -> bytes:
+        return self.base.read(self.offset + offset, count)
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        return self.base.readinto(self.offset + offset, buffer[: max(0, self.size - offset)]) if offset >= 0 else 0
+    def _fill(self, offset: int, buffer: memoryview) -> int:
+        return self.base.readinto(self.offset + offset, buffer)
 
 
 def open_source(f: SourceLike) -> Source:

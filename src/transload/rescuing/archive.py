@@ -76,9 +76,7 @@ class Filler(Source):
     def __init__(self, size: int, pattern: bytes = b"\0") -> None:
         self.name, self.size, self._pattern = "<filler>", size, pattern
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        count = max(0, min(count, self.size - offset)) if offset >= 0 else 0
+    def _read(self, offset: int, count: int) -> bytes:
         phase = offset % len(self._pattern)
         return (self._pattern * (count // len(self._pattern) + 2))[phase : phase + count]
 
