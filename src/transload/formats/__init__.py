@@ -80,8 +80,8 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
                 return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
         return _read_zip(source, verify=verify, tree=tree)
     for name, start in _STREAMS:
-        if source.read(0, len(start)) == start and (found := _module(name).read(source)) is not None:
-            return found  # type: ignore[no-any-return]
+        if source.read(0, len(start)) == start and (checkpoint := _module(name).read(source)) is not None:
+            return checkpoint  # type: ignore[no-any-return]
     from transload.formats.foreign import identify
 
     what = identify(source)
@@ -134,6 +134,6 @@ def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
     from transload.formats.record_checksums import new_problems, verify_records
 
     bad = verify_records(source, index.records.values(), checkpoint.storages)
-    found = (*checkpoint.problems, *new_problems(bad, checkpoint.problems))
-    checksummed = not bad and all(problem.code != "crc-mismatch" for problem in found)
-    return replace(checkpoint, problems=found, checksummed=checksummed)
+    problems = (*checkpoint.problems, *new_problems(bad, checkpoint.problems))
+    checksummed = not bad and all(problem.code != "crc-mismatch" for problem in problems)
+    return replace(checkpoint, problems=problems, checksummed=checksummed)

@@ -24,7 +24,7 @@ from transload.formats.pickle_machine import MAX_STREAM
 from transload.formats.pickle_state import LONG_FRAME
 from transload.formats.pickle_streams import run_all
 from transload.formats.torch_zip import Archive
-from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, Payload, full_name
+from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, Payload, full_name, read_payload
 from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 from transload.io.checksums import crc32_combine
@@ -201,14 +201,8 @@ def read(source: Source) -> Checkpoint | None:
     head, noted = source.read(0, _MAX_HEADER), LimitedProblems()
     if not _split(head)[0]:
         return None
-    out = Draft(source.name, "npy", source.size)
-
-    def read() -> Payload:
-        if source.size > MAX_STREAM:
-            return Payload(b"", intact=False, problem="it is too large to read")
-        return Payload(source.read(0, source.size), intact=True)
-
-    _add_array(out, (), Record("", 0, source.size, source.size), head, noted, read)
+    out, record = Draft(source.name, "npy", source.size), Record("", 0, source.size, source.size)
+    _add_array(out, (), record, head, noted, partial(read_payload, source, record, MAX_STREAM))
     return out.checkpoint(problems=noted.problems())
 
 
@@ -220,7 +214,7 @@ def read_npz(archive: Archive) -> Checkpoint:
     out.records = tuple(archive.records.values())
     for record in out.records:
         member = full_name(archive.root, record.name)
-        name = re.sub(_ESCAPED, lambda found: chr(int(found[1], 16)), member.removesuffix(".npy"))
+        name = re.sub(_ESCAPED, lambda escape: chr(int(escape[1], 16)), member.removesuffix(".npy"))
         head = archive.head(record, _MAX_HEADER) if member.endswith(".npy") else b""
         _add_array(out, (name,), record, head, noted, partial(archive.read_pickled, record))
     codes = {problem.code for problem in problems}

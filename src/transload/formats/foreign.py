@@ -110,8 +110,8 @@ def listed(names: list[str], most: int = 5) -> str:
 
 def match(pattern: str, text: str) -> str:
     """The first group of the first match, cleaned; empty if there is none."""
-    found = re.search(pattern, text, re.IGNORECASE | re.DOTALL)
-    return clean(found[1]) if found else ""
+    hit = re.search(pattern, text, re.IGNORECASE | re.DOTALL)
+    return clean(hit[1]) if hit else ""
 
 
 @cache
@@ -136,12 +136,12 @@ def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
             return Foreign(format_, title, _records(relevant), rescue_advice(path, holds) if holds else (words,), holds)
     inside = [name for name in relevant if CHECKPOINT_NAME.search(name)]
     if inside:
-        found = _with_checkpoints("zip", "a zip archive", inside, relevant, f"unzip {quoted(path)}")
+        foreign = _with_checkpoints("zip", "a zip archive", inside, relevant, f"unzip {quoted(path)}")
         ending = _RESCUED.get(inside[0].lower().rpartition(".")[2], "")
         member = inside[0] if len(inside) > 1 else ""
         if ending and (not member or _can_be_pasted(member)):
-            return found._replace(fix=rescue_advice(path, ending, member), holds=ending)
-        return found
+            return foreign._replace(fix=rescue_advice(path, ending, member), holds=ending)
+        return foreign
     title = "a zip archive, but not one of PyTorch's" if relevant else "an empty zip archive"
     return Foreign("zip", title, _records(relevant), (f"List its content: unzip -l {quoted(path)}",))
 
@@ -250,8 +250,8 @@ def _by_structure(view: Excerpt) -> Foreign | None:
         versioned = first == 1 and 1 <= version <= 50
         if versioned and 7 in numbers and numbers <= {*range(1, 9), 14, 20, 25, 26}:
             # Fields 2 and 3 are the name and version of the producer.
-            said = [clean(raw, 60) for number, _, raw in fields if number in (2, 3) and raw.isascii()]
-            by = (f"written by {listed(said)}",) if said else ()
+            producer = [clean(raw, 60) for number, _, raw in fields if number in (2, 3) and raw.isascii()]
+            by = (f"written by {listed(producer)}",) if producer else ()
             fix = "Run it with onnxruntime, or convert it with onnx2torch."
             return Foreign("onnx", "an ONNX model, not a PyTorch checkpoint", by, (fix,))
         kind: tuple[str, ...] = ()
@@ -277,9 +277,9 @@ def first_key(head: bytes) -> str:
     >>> first_key(bytes([0x82, 0xA6]) + b"params")
     'params'
     """
-    found = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", head)
-    size = found[1][0] - 0xA0 if found else 0
-    return clean(found[2][:size]) if found and len(found[2]) >= size else ""
+    key = re.match(rb"[\x81-\x8f]([\xa3-\xbf])([A-Za-z_][\w./-]+)", head)
+    size = key[1][0] - 0xA0 if key else 0
+    return clean(key[2][:size]) if key and len(key[2]) >= size else ""
 
 
 def _fields(view: Excerpt) -> list[tuple[int, int, bytes]]:
@@ -319,10 +319,10 @@ def as_text(head: bytes) -> str:
     encoding = "utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     if b"\0" in head and encoding != "utf-16":
         return ""
-    found = _decoded(head, encoding)
-    if encoding == "utf-16" and 2 * len(found.encode("latin-1", "ignore")) < len(found):
+    text = _decoded(head, encoding)
+    if encoding == "utf-16" and 2 * len(text.encode("latin-1", "ignore")) < len(text):
         return ""  # almost any bytes decode to Chinese in UTF-16
-    return "" if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", found) else found
+    return "" if re.search(r"[\x00-\x08\x0e-\x1a\x1c-\x1f]", text) else text
 
 
 def _decoded(head: bytes, encoding: str) -> str:
@@ -333,50 +333,50 @@ def _decoded(head: bytes, encoding: str) -> str:
         return ""
 
 
-def _advice(said: str) -> tuple[str, ...]:
-    fixes = (fix for pattern, fix in _rows("answers", 2) if re.search(pattern, said, re.IGNORECASE))
+def _advice(message: str) -> tuple[str, ...]:
+    fixes = (fix for pattern, fix in _rows("answers", 2) if re.search(pattern, message, re.IGNORECASE))
     return (next(fixes, _DOWNLOAD_AGAIN),)
 
 
 def _text(view: Excerpt) -> Foreign | None:
-    found = as_text(view.head)
-    if not found.strip():
+    text = as_text(view.head)
+    if not text.strip():
         return None
-    if found.startswith("version https://git-lfs.github.com/spec/"):
-        size, oid = match(r"\nsize (\d{1,20})\s", found + "\n"), match(r"\noid (\S+)", found)
+    if text.startswith("version https://git-lfs.github.com/spec/"):
+        size, oid = match(r"\nsize (\d{1,20})\s", text + "\n"), match(r"\noid (\S+)", text)
         of = f" for a file of {int(size):,} bytes" if size else ""
         fix = f"git lfs install && git lfs pull --include={view.file}"
         return Foreign("git-lfs", f"a Git LFS pointer{of}, not the file", (f"oid {oid}",) if oid else (), (fix,))
     for format_, title, pattern, fix in _rows("pointers", 4):
-        if view.size <= LONGEST_ANSWER and re.search(pattern, found):
-            return Foreign(format_, title, (clean(found),), (fix.format(file=view.file),))
-    if re.match(r"\s*(<!--.{0,500}?-->\s*)?(<!doctype html|<html|<head|<body)", found, re.IGNORECASE | re.DOTALL):
-        title = match(r"<title[^>]{0,200}>(.{0,300}?)</title", found)
+        if view.size <= LONGEST_ANSWER and re.search(pattern, text):
+            return Foreign(format_, title, (clean(text),), (fix.format(file=view.file),))
+    if re.match(r"\s*(<!--.{0,500}?-->\s*)?(<!doctype html|<html|<head|<body)", text, re.IGNORECASE | re.DOTALL):
+        title = match(r"<title[^>]{0,200}>(.{0,300}?)</title", text)
         shown = f"a web page (title: {title}), not a checkpoint" if title else "a web page, not a checkpoint"
-        return Foreign("html", shown, (), _advice(title or found[:4000]))
-    if re.match(r"\s*<(\?xml|[A-Za-z][\w:.-]*[\s/>])", found):
-        root = match(r"<([A-Za-z][\w:.-]{0,80})", found)
-        code, message = match(r"<Code>(.{0,500}?)</Code>", found), match(r"<Message>(.{0,2000}?)</Message>", found)
-        said = ": ".join(part for part in (code, message) if part)
-        if said:
-            return Foreign("xml-error", f"a storage server's error ({said}), not a checkpoint", (), _advice(said))
+        return Foreign("html", shown, (), _advice(title or text[:4000]))
+    if re.match(r"\s*<(\?xml|[A-Za-z][\w:.-]*[\s/>])", text):
+        root = match(r"<([A-Za-z][\w:.-]{0,80})", text)
+        code, message = match(r"<Code>(.{0,500}?)</Code>", text), match(r"<Message>(.{0,2000}?)</Message>", text)
+        answer = ": ".join(part for part in (code, message) if part)
+        if answer:
+            return Foreign("xml-error", f"a storage server's error ({answer}), not a checkpoint", (), _advice(answer))
         title = f"an XML document (root element {root or 'unknown'}), not a checkpoint"
         return Foreign("xml", title, (), _advice(root))
-    if re.match(r'\s*(\{\s*["}]|\[)', found) and (foreign := _json(view, found)) is not None:
+    if re.match(r'\s*(\{\s*["}]|\[)', text) and (foreign := _json(view, text)) is not None:
         return foreign
-    first_line = found.strip().split("\n", 1)[0]
-    if found.startswith("#!"):
+    first_line = text.strip().split("\n", 1)[0]
+    if text.startswith("#!"):
         return Foreign("script", f"a script ({clean(first_line, 80)}), not a checkpoint", (), (_OTHER_FILE,))
-    lines = re.findall(r"(?m)^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+[(:]|@\w+)", found)
+    lines = re.findall(r"(?m)^(?:import [\w.]+|from [\w.]+ import |def \w+\(|class \w+[(:]|@\w+)", text)
     if len(lines) >= 2:  # a single line may be prose
         return Foreign("python", "Python source, not a checkpoint", (clean(lines[0]),), (_OTHER_FILE,))
-    if view.whole and view.size <= LONGEST_ANSWER and found.strip().count("\n") <= 2:  # as servers send
-        said = clean(found)
-        advice, kind = _advice(said), ", probably a server's answer"
+    if view.whole and view.size <= LONGEST_ANSWER and text.strip().count("\n") <= 2:  # as servers send
+        answer = clean(text)
+        advice, kind = _advice(answer), ", probably a server's answer"
         if advice == (_DOWNLOAD_AGAIN,):  # not the words of a known server
             advice, kind = (_OTHER_FILE, f"Or, if it was downloaded, d{_DOWNLOAD_AGAIN[1:]}"), ""
-        return Foreign("text-answer", f'{plural(view.size, "byte")} of text{kind}: "{said}"', (), advice)
-    lines = [line for line in found.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
+        return Foreign("text-answer", f'{plural(view.size, "byte")} of text{kind}: "{answer}"', (), advice)
+    lines = [line for line in text.splitlines()[:200] if line.strip() and not line.lstrip().startswith("#")]
     shaped = sum(bool(re.match(r"\s*(- )?[\w.\"'-]+:(\s|$)|\s*- |---", line)) for line in lines)
     if len(lines) >= 3 and shaped >= 0.8 * len(lines):  # most lines are keys or items
         return Foreign("yaml", "a YAML document (a configuration?), not a checkpoint", (clean(lines[0]),), _WEIGHTS)
@@ -384,12 +384,12 @@ def _text(view: Excerpt) -> Foreign | None:
     return Foreign("text", "a text file, not a checkpoint", (begins,), (_OTHER_FILE,))
 
 
-def _json(view: Excerpt, found: str) -> Foreign | None:
+def _json(view: Excerpt, text: str) -> Foreign | None:
     """A JSON document; only a short one is parsed."""
     import json
 
     try:
-        parsed = json.loads(found) if view.size <= LONGEST_JSON else None
+        parsed = json.loads(text) if view.size <= LONGEST_JSON else None
     except (ValueError, RecursionError):
         parsed = None
     fields: dict[str, object] = parsed if isinstance(parsed, dict) else {}
@@ -400,10 +400,10 @@ def _json(view: Excerpt, found: str) -> Foreign | None:
             value = value[0]
         if isinstance(value, dict):
             value = value.get("message") or value.get("status") or value.get("code")
-        said = clean(value) if isinstance(value, str) else ""
-        if said:
-            return Foreign("json-error", f"a server's error in JSON ({said}), not a checkpoint", (), _advice(said))
-    if "weight_map" in fields or '"weight_map"' in found:
+        error = clean(value) if isinstance(value, str) else ""
+        if error:
+            return Foreign("json-error", f"a server's error in JSON ({error}), not a checkpoint", (), _advice(error))
+    if "weight_map" in fields or '"weight_map"' in text:
         return Foreign("index-json", "the index of a sharded checkpoint; the tensors are in other files")
     if "nbformat" in fields:
         return Foreign("notebook", "a Jupyter notebook, not a checkpoint", (), (_OTHER_FILE,))
@@ -429,8 +429,8 @@ def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
     # Exact tests come first, guesses last, and a container before what it may contain.
     exact = (_zeros, _http, mangled, _checkpoint, _zipped, _packed, _tar, _by_magic)
     for detect in (*exact, _embedded, _zeros_first, _text, _by_structure):
-        if (found := detect(view)) is not None:
-            return found
+        if (foreign := detect(view)) is not None:
+            return foreign
     details = [f"first bytes: {view.head[:16].hex(' ')}"]
     if b"PK\x03\x04" in view.tail or b"PK\x01\x02" in view.tail:
         details.append("its end looks like that of a zip archive: the beginning may be lost")

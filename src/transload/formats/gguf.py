@@ -160,13 +160,13 @@ def read(source: Source) -> Checkpoint | None:
     ordered = sorted(entries.values(), key=attrgetter("begin", "end"))
     start = -(-header.at // align) * align if whole else 0
     if whole:
-        check_layout([each for each in ordered if not each.broken], source.size - start, noted, _LAYOUT, align)
+        check_layout([entry for entry in ordered if not entry.broken], source.size - start, noted, _LAYOUT, align)
     else:  # the start of the data is not known
-        ordered = [each._replace(broken=True) for each in ordered]
-    if quantized := [each for each in ordered if each.dtype in BLOCKS]:
-        counts = Counter(each.dtype for each in quantized).most_common()
+        ordered = [entry._replace(broken=True) for entry in ordered]
+    if quantized := [entry for entry in ordered if entry.dtype in BLOCKS]:
+        counts = Counter(entry.dtype for entry in quantized).most_common()
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in counts)
-        names = join_names([each.name for each in quantized])
+        names = join_names([entry.name for entry in quantized])
         noted.add("gguf-quantized", "", f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {names}")
     big = header.order == ">"
     (version,) = struct.unpack(f"{header.order}I", source.read(4, 4))

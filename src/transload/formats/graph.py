@@ -39,15 +39,15 @@ def short_key(key: object) -> Key:
 
 
 def node_at(
-    root: object, path: tuple[Key, ...], known: dict[int, dict[Key, Any]] | None = None, absent: object = None
+    root: object, path: tuple[Key, ...], members: dict[int, dict[Key, Any]] | None = None, absent: object = None
 ) -> Any:
-    """The node at a path; ``absent`` if there is none. ``known`` keeps the members of nodes for further calls."""
-    known = {} if known is None else known
+    """The node at a path; ``absent`` if there is none. ``members`` keeps those of nodes for further calls."""
+    members = {} if members is None else members
     node: Any = root
     for step in path:
-        if id(node) not in known:  # the last of equal keys wins
-            known[id(node)] = {short_key(key): child for key, child in _members(node)}
-        node = known[id(node)].get(step, absent)
+        if id(node) not in members:  # the last of equal keys wins
+            members[id(node)] = {short_key(key): child for key, child in _members(node)}
+        node = members[id(node)].get(step, absent)
     return node
 
 
@@ -61,8 +61,8 @@ def _members(node: Any) -> list[tuple[Any, object]]:
         return []
     items = _items(node)
     state = with_slots(node.states[-1]) if items is None and node.states else None
-    found = state.pairs() if type(state) is Dict else []  # any other state could be the object itself
-    return [*found, *Dict(node.items or [] if items is None else items).pairs(), *enumerate(node.appended or [])]
+    attributes = state.pairs() if type(state) is Dict else []  # any other state could be the object itself
+    return [*attributes, *Dict(node.items or [] if items is None else items).pairs(), *enumerate(node.appended or [])]
 
 
 def leaf_kind(node: object) -> str:
@@ -180,8 +180,8 @@ class StorageTable:
                 continue
             match pid[5]:  # a view: (key, offset, size) of a part of the storage
                 case (str() as name, int() as first, int() as size) if 0 <= first <= first + size <= numel:
-                    known = self._views.setdefault(name, (key, first, size))
-                    if known == (key, first, size) and (name == key or name not in storages):
+                    view = self._views.setdefault(name, (key, first, size))
+                    if view == (key, first, size) and (name == key or name not in storages):
                         seen[id(node)] = storage, first, dtype
                     else:
                         detail = "its view has the name of another storage"
@@ -309,8 +309,8 @@ class _Walk:
             return False
         if len(self.leaves) >= MAX_LEAVES:
             self.skipped += 1
-        elif found := self.table.resolve(node):  # a storage saved by itself
-            text = f"storage {found[0].key}: {found[0].nbytes} bytes on {found[0].device}"
+        elif storage := self.table.resolve(node):  # a storage saved by itself
+            text = f"storage {storage[0].key}: {storage[0].nbytes} bytes on {storage[0].device}"
             self.leaves.append(Leaf(path, name, "storage", text))
         else:
             self.leaves.append(Leaf(path, name, leaf_kind(node), short(node)))
@@ -397,8 +397,8 @@ class _Walk:
             return False
         self.tensors.append(tensor)
         before = len(self.frames)
-        for each in reversed(attributes):
-            self._visit(each, *at, again=False, attribute=True)
+        for attribute in reversed(attributes):
+            self._visit(attribute, *at, again=False, attribute=True)
         return len(self.frames) > before
 
     def _inside(self, node: object, at: _Place, depth: int) -> tuple[list[Tensor], tuple[Problem, ...]]:

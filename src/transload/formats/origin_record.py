@@ -22,20 +22,20 @@ def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
     (('torch', '2.13.0'), ('saved from', 'cuda:1 (3 storages), cpu (1 storage)'))
     """
     try:
-        found = loads(data) if len(data) <= MAX_RECORD else None
+        origin = loads(data) if len(data) <= MAX_RECORD else None
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("schema"), int):
+        origin = None
+    if not isinstance(origin, dict) or not isinstance(origin.get("schema"), int):
         return ()
-    out = [(name, _short(found[name])) for name in _PLAIN if isinstance(found.get(name), str) and found[name]]
+    out = [(name, _short(origin[name])) for name in _PLAIN if isinstance(origin.get(name), str) and origin[name]]
     gpus: Counter[str] = Counter()
-    listed = found.get("gpus")
+    listed = origin.get("gpus")
     for gpu in listed[:_MAX_ITEMS] if isinstance(listed, list) else ():
         if isinstance(gpu, dict) and isinstance(gpu.get("name"), str):
             name, capability = _short(gpu["name"]), gpu.get("capability")
             gpus[f"{name} ({_short(capability)})" if isinstance(capability, str) and capability else name] += 1
     devices: dict[str, int] = {}
-    listed = found.get("storages")
+    listed = origin.get("storages")
     for row in listed if isinstance(listed, list) else ():
         if not isinstance(row, list) or len(row) != 2 or not isinstance(row[0], str) or type(row[1]) is not int:
             continue
@@ -46,7 +46,7 @@ def read_recorded(data: bytes) -> tuple[tuple[str, str], ...]:
         ("saved from", ", ".join(f"{name} ({plural(count, 'storage')})" for name, count in devices.items())),
     )
     out += [pair for pair in counted if pair[1]]
-    added = found.get("entries")  # by the user
+    added = origin.get("entries")  # by the user
     for name, value in list(added.items())[:_MAX_ITEMS] if isinstance(added, dict) else ():
         out.append((_short(name), _short(value if isinstance(value, str) else dumps(value, ensure_ascii=False))))
     return tuple(out)

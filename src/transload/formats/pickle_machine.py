@@ -195,7 +195,7 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
                 vm.out.root = stack.pop()
                 if stack or meta:
                     vm.pos = pos
-                    vm.odd("values are left on the stack at STOP")
+                    vm.irregular("values are left on the stack at STOP")
                 break
             else:
                 vm.pos, vm.stack = pos, stack
@@ -231,7 +231,7 @@ def _common(vm: PickleMachine, op: int) -> None:
         stack.append([])
     elif op == 0x75:  # SETITEMS
         if len(items) % 2:
-            vm.odd("a key without a value")
+            vm.irregular("a key without a value")
             items.pop()
         vm.update(stack[-1], items)
     elif op == 0x73:  # SETITEM
@@ -263,7 +263,7 @@ def _common(vm: PickleMachine, op: int) -> None:
         version = vm.take(1)[0]
         vm.out.protocol = max(vm.out.protocol, version)
         if version > 5:
-            vm.odd(f"protocol {version} does not exist")
+            vm.irregular(f"protocol {version} does not exist")
     elif op == 0x8F:  # EMPTY_SET
         stack.append(Set([]))
     elif op == 0x8A:  # LONG1

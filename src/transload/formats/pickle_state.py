@@ -97,13 +97,13 @@ class PickleMachine:
             text = self.data[self.pos : -1] if self.pos < self.size else b""
             self.pos = self.size
             self.out.cut = True
-            self.odd("a line without its end")
+            self.irregular("a line without its end")
             return text
         text = self.data[self.pos : end]
         self.pos = end + 1
         return text
 
-    def odd(self, text: str) -> None:
+    def irregular(self, text: str) -> None:
         """Note what loaders differ on, or refuse."""
         if len(self.out.irregular) < MAX_IRREGULAR:
             self.out.irregular.append((self.pos, text))
@@ -150,7 +150,7 @@ class PickleMachine:
         """Append values to a list, or to the result of a call."""
         if type(target) is list:
             if id(target) in self.given:
-                self.odd("a list is changed after it was passed to a call")
+                self.irregular("a list is changed after it was passed to a call")
             target.extend(items)
         elif type(target) is Call:
             if target.appended is None:
@@ -171,11 +171,11 @@ class PickleMachine:
             self.changed(target, items, "keys are set on")
         for key in items[::2]:
             if type(key) is not str and _is_unhashable(key):
-                self.odd("a key that cannot be hashed")
+                self.irregular("a key that cannot be hashed")
 
     def changed(self, target: object, items: list[Any], how: str) -> None:
         """Note items put into an unusual target. For a global, such as a module's dictionary, that is like BUILD."""
-        self.odd(f"{how} " + ("a global" if type(target) is Global else f"a {type(target).__name__.lower()}"))
+        self.irregular(f"{how} " + ("a global" if type(target) is Global else f"a {type(target).__name__.lower()}"))
         if type(target) is Global or type(target) is Extension:
             self.out.built.append((target, items))
 

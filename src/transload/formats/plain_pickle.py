@@ -181,23 +181,23 @@ class _EmbeddedData:
         storages.clear()  # each run starts again, with more of the data
         self.storages = storages
 
-    def _array(self, made: Call) -> Any:
-        """The array whose bytes follow; ``None`` unless ``made`` is a wrapper of joblib that has its state."""
-        vm, args = self._vm, made.args
-        kind: Any = made.callee
-        plain = made.kind == "newobj" and args == ()
-        if called(made).endswith("._reconstructor") and type(args) is tuple and len(args) == 3:
-            kind, plain = args[0], made.kind == "reduce" and args[2] is None
+    def _array(self, wrapper: Call) -> Any:
+        """The array whose bytes follow; ``None`` unless ``wrapper`` is one of joblib that has its state."""
+        vm, args = self._vm, wrapper.args
+        kind: Any = wrapper.callee
+        plain = wrapper.kind == "newobj" and args == ()
+        if called(wrapper).endswith("._reconstructor") and type(args) is tuple and len(args) == 3:
+            kind, plain = args[0], wrapper.kind == "reduce" and args[2] is None
         if type(kind) is not Global or (kind.module, kind.name) not in _WRAPPERS:
             return None
-        states, calls = made.states or [], vm.out.calls
+        states, calls = wrapper.states or [], vm.out.calls
         state: dict[Any, Any] = {}
         if len(states) == 1 and type(states[0]) is Dict and len(states[0].items) <= 2 * len(_WRAPPED | _OPTIONAL):
             state = {key: value for key, value in states[0].pairs() if type(key) is str}
             plain = plain and 2 * len(state) == len(states[0].items)
         shape, dtype, order = shape_of(state.get("shape")), dtype_of(state.get("dtype")), state.get("order")
         padded, mapped = state.get("numpy_array_alignment_bytes"), state.get("allow_mmap", False)
-        place = next((at for at in range(1, min(len(calls), _MAX_CALLS) + 1) if calls[-at] is made), 0)
+        place = next((at for at in range(1, min(len(calls), _MAX_CALLS) + 1) if calls[-at] is wrapper), 0)
         plain = plain and _WRAPPED <= state.keys() <= _WRAPPED | _OPTIONAL and order in ("C", "F")
         plain = plain and type(padded) in (int, type(None)) and type(mapped) is bool
         plain = plain and place > 0 and dotted(state["subclass"]).startswith("numpy.")
@@ -206,16 +206,16 @@ class _EmbeddedData:
         if vm.pos < vm.frame_end:  # joblib would look for it after the frame
             vm.ambiguous("an array begins inside a frame")
         del calls[-place]
-        begin, found = vm.pos, None
+        begin, pickle = vm.pos, None
         if dtype.objects:  # another pickle follows
-            found = run(vm.data, begin, vm.out.name)
-            vm.pos = found.end
-            vm.out.persistent += found.persistent
-            vm.out.irregular += found.irregular
-            vm.out.ambiguous += () if found.cut else found.ambiguous
-            add_uses(vm.out, found)
-            if found.broken:
-                raise (Cut if found.cut else Broken)(found.broken)
+            pickle = run(vm.data, begin, vm.out.name)
+            vm.pos = pickle.end
+            vm.out.persistent += pickle.persistent
+            vm.out.irregular += pickle.irregular
+            vm.out.ambiguous += () if pickle.cut else pickle.ambiguous
+            add_uses(vm.out, pickle)
+            if pickle.broken:
+                raise (Cut if pickle.cut else Broken)(pickle.broken)
         else:
             if padded is not None:
                 vm.take(vm.take(1)[0])
@@ -224,8 +224,8 @@ class _EmbeddedData:
                 raise Cut(f"an array of {nbytes} bytes is announced, {vm.size - vm.pos} are left")
             vm.pos += nbytes
         vm.out.raw.append((begin, vm.pos))
-        if found is not None:
-            return found.root
+        if pickle is not None:
+            return pickle.root
         data = bytearray(memoryview(vm.data)[vm.pos - nbytes : vm.pos])
         # As in protocol 5, which every reader of arrays knows.
         function = Global("numpy._core.numeric", "_frombuffer", begin)
@@ -304,8 +304,8 @@ class _EmbeddedData:
 
 def _is_plain(pickle: Pickle, *, named: bool = False) -> bool:
     """Whether a pickle is complete and calls nothing; only with ``named`` may it contain globals and ids."""
-    odd = pickle.broken or pickle.irregular or pickle.ambiguous or pickle.calls or pickle.built or pickle.extensions
-    return not odd and (named or not (pickle.globals or pickle.persistent))
+    notable = pickle.broken or pickle.irregular or pickle.ambiguous or pickle.calls or pickle.built or pickle.extensions
+    return not notable and (named or not (pickle.globals or pickle.persistent))
 
 
 def escaped(text: str) -> bytes:
@@ -341,8 +341,8 @@ def _compare_readings(pickle: Pickle, source: Source, offset: int) -> None:
         return
     begin, end = pickle.raw[0]
     other, _ = run_at(source, offset, pickle.name, _WINDOW, source.size)
-    known = {LOADER, *_WRAPPERS, *_RECONSTRUCTING, *pickle.globals}
-    names = {key: node for key, node in other.globals.items() if key not in known}
+    expected = {LOADER, *_WRAPPERS, *_RECONSTRUCTING, *pickle.globals}
+    names = {key: node for key, node in other.globals.items() if key not in expected}
     calls = [call for call in other.calls if call.position > begin and type(call.callee) in (Global, Call)]
     if any(begin < call.position <= end for call in pickle.calls):
         # An array of objects is a separate pickle: read as part of this one, it would refer to other memo entries.

@@ -65,7 +65,7 @@ def opcodes(data: bytes, start: int = 0, raw: Iterable[tuple[int, int]] = ()) ->
     ['K', 'q', '.']
     """
     for begin, end in raw:
-        yield from takewhile(lambda each: each[0] < begin, opcodes(data, start))  # noqa: B023 - used up at once
+        yield from takewhile(lambda opcode: opcode[0] < begin, opcodes(data, start))  # noqa: B023 - used up at once
         start = end
     position, size = start, len(data)
     while position < size:
@@ -175,7 +175,7 @@ def run_opcode(vm: PickleMachine, op: int) -> None:
             # UTF-8 (encoding="latin1"): then loaders continue with a name that is not in the file.
             if type(operand) not in _MAYBE_TEXT and not (type(operand) is bytes and vm.out.python2):
                 raise Broken("STACK_GLOBAL needs two texts")
-        vm.odd("a name that is computed")
+        vm.irregular("a name that is computed")
         stack.append(vm.call(None, (module, name), "stack_global"))
     elif op == 0x67:  # GET
         index = _memo_index(vm)
@@ -218,11 +218,11 @@ def run_opcode(vm: PickleMachine, op: int) -> None:
     elif op == 0x32:  # DUP
         stack.append(stack[-1])
     elif op == 0x64:  # DICT
-        made = Dict([])
-        stack.append(made)
+        dictionary = Dict([])
+        stack.append(dictionary)
         if len(items) % 2:
             raise Broken("a key without a value")
-        vm.update(made, items)
+        vm.update(dictionary, items)
     elif op == 0x6C:  # LIST
         stack.append(items)
     elif op == 0x69:  # INST
@@ -255,7 +255,7 @@ def run_opcode(vm: PickleMachine, op: int) -> None:
         vm.out.extensions.append(extension)
         stack.append(extension)
     elif op == 0x97:  # NEXT_BUFFER
-        vm.odd("a buffer from outside the stream")
+        vm.irregular("a buffer from outside the stream")
         stack.append(OutOfBand())
     elif op == 0x98:  # READONLY_BUFFER
         if not stack:
@@ -268,7 +268,7 @@ def _c_text(vm: PickleMachine) -> bytes:
     """A line with a number, stripped. C reads up to a NUL, and reads 0 if nothing is before it."""
     text, nul, _ = vm.line().partition(b"\0")
     if nul:
-        vm.odd("a number with a NUL in it")
+        vm.irregular("a number with a NUL in it")
     return text.strip() if text or not nul else b"0"
 
 
@@ -282,7 +282,7 @@ def _memo_index(vm: PickleMachine) -> int:
 
 def _number(vm: PickleMachine, text: bytes) -> int | Big:
     if len(text) > MAX_TEXT_DIGITS:
-        vm.odd("an integer of thousands of digits")
+        vm.irregular("an integer of thousands of digits")
         return Big(len(text))
     for base in (0, 8):  # C's strtol reads "010" as octal where Python refuses it
         try:
@@ -290,7 +290,7 @@ def _number(vm: PickleMachine, text: bytes) -> int | Big:
         except ValueError:
             continue
         if base:
-            vm.odd("an octal integer")
+            vm.irregular("an octal integer")
         # str() of a number written in hexadecimal digits can have more digits than Python prints.
         return value if value.bit_length() <= 8 * MAX_INT_BYTES else Big(len(text))
     raise Broken("an integer that is not a number")

@@ -111,8 +111,8 @@ class RebuildReader:
             raise BadTensor("it is made of tensors that are nested too deeply")
         self._depth += 1
         try:
-            made: Tensor = getattr(self, f"_{function.rpartition('.')[2].lstrip('_').lower()}")(args, at)
-            return made
+            tensor: Tensor = getattr(self, f"_{function.rpartition('.')[2].lstrip('_').lower()}")(args, at)
+            return tensor
         finally:
             self._depth -= 1
 
@@ -134,10 +134,10 @@ class RebuildReader:
 
     def _strided(self, args: _Args, at: Place, *, dtype: str = "", grad_at: int = 4, flags_at: int = 6) -> Tensor:
         """A tensor over a storage: (storage, offset, size, stride, …); the positions of other arguments vary."""
-        found = self._table.resolve(args[0])
-        if found is None:
+        resolved = self._table.resolve(args[0])
+        if resolved is None:
             raise BadTensor("its storage is not a storage")
-        storage, first, tagged = found
+        storage, first, tagged = resolved
         path, name = at
         dtype = dtype or tagged
         offset, shape, stride = args[1:4]
@@ -217,7 +217,7 @@ class RebuildReader:
 
     def _composite(self, args: _Args, at: Place, kind: str, names: tuple[str, ...], *, sized: bool = False) -> Tensor:
         """A tensor made of others. If ``sized``: the dtype of the last, and the size after it; else as the first."""
-        parts = tuple([self._rebuild(part, at, own) for own, part in zip(names, args, strict=False)])
+        parts = tuple([self._rebuild(part, at, label) for label, part in zip(names, args, strict=False)])
         like = parts[-1 if sized else 0]
         shape = _ints(args[len(names)], "size") if sized else like.shape
         return Tensor(*at, like.dtype, shape, (), parts[0].device, None, kind=kind, parts=parts)

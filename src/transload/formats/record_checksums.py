@@ -36,8 +36,8 @@ def verify_records(source: Source, records: Iterable[Record], storages: Iterable
     """A problem for each record whose bytes do not have the checksum in the directory."""
     checked = [record for record in records if record.offset is not None and record.crc32 is not None]
     users = {storage.record: storage.tensors for storage in storages}
-    found = ((checked[index], value) for index, value in checksums(source, checked).items())
-    return [mismatch(each, value, users.get(each.name, ())) for each, value in found if value != each.crc32]
+    sums = ((checked[index], value) for index, value in checksums(source, checked).items())
+    return [mismatch(record, value, users.get(record.name, ())) for record, value in sums if value != record.crc32]
 
 
 def new_problems(bad: Iterable[Problem], noted: Sequence[Problem]) -> Iterator[Problem]:
@@ -78,7 +78,7 @@ def checksums(
         reach = accumulate(place[1] for place in places)
         places = [place for place, total in zip(places, reach, strict=True) if total <= source.size]
     places.sort()
-    found: dict[int, int | Lost] = {}
+    sums: dict[int, int | Lost] = {}
     parts: list[tuple[int, int, int, int]] = []
     lost: list[tuple[int, int, Lost]] = []
     lock = Lock()
@@ -125,16 +125,16 @@ def checksums(
                     sum_part(start, size, index, buffer)
                 return
             for start, size, index in contained:
-                found[index] = crc32(data[start - begin : start - begin + size])
+                sums[index] = crc32(data[start - begin : start - begin + size])
             add_progress(len(data))
 
         return do
 
     shared = sum(place[1] for place in places if place[1] > _TINY)
     each(_tasks(records, places), worker, threads() if shared >= _ALONE else 1)
-    found.update(combined(parts))
-    found.update({index: why for index, _, why in sorted(lost, reverse=True)})  # the first reason for each
-    return dict(sorted(found.items()))
+    sums.update(combined(parts))
+    sums.update({index: why for index, _, why in sorted(lost, reverse=True)})  # the first reason for each
+    return dict(sorted(sums.items()))
 
 
 def _tasks(records: Sequence[Record], places: list[tuple[int, int, int]]) -> Iterator[_Task]:

@@ -115,14 +115,8 @@ def read_safetensors(source: Source) -> Checkpoint:
 
 def header_metadata(source: Source) -> dict[str, str]:
     """All texts of ``__metadata__``; the facts of a checkpoint only have the beginning."""
-    import json
-
     length = int.from_bytes(source.read(0, PREFIX), "little")
-    try:
-        table = json.loads(source.read(PREFIX, min(length, MAX_HEADER)))
-    except (ValueError, RecursionError):
-        return {}
-    metadata = table.get("__metadata__") if isinstance(table, dict) else None
+    metadata = _parse(source.read(PREFIX, min(length, MAX_HEADER)), LimitedProblems()).get("__metadata__")
     return {key: value for key, value in metadata.items() if type(value) is str} if isinstance(metadata, dict) else {}
 
 
@@ -133,12 +127,12 @@ def _parse(header: bytes, noted: LimitedProblems) -> dict[str, object]:
     repeated: list[str] = []
 
     def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        made = dict(items)
-        if len(made) != len(items):
+        table = dict(items)
+        if len(table) != len(items):
             seen: set[str] = set()
             for name, _ in items:
                 (repeated.append if name in seen else seen.add)(name)
-        return made
+        return table
 
     try:
         table = json.loads(
@@ -190,12 +184,12 @@ def _at(name: str) -> str:
 
 def _entry(name: str, raw: Any, noted: LimitedProblems) -> HeaderEntry | None:
     """An entry, checked field by field; ``None`` if its dtype and shape are not valid."""
-    odd = type(raw) is list and len(raw) == len(FIELDS)  # one of two unusual forms that the reference accepts
-    fields: dict[str, Any] = raw if type(raw) is dict else dict(zip(FIELDS, raw, strict=True)) if odd else {}
+    is_array = type(raw) is list and len(raw) == len(FIELDS)  # one of two unusual forms that the reference accepts
+    fields: dict[str, Any] = raw if type(raw) is dict else dict(zip(FIELDS, raw, strict=True)) if is_array else {}
     dtype: Any = fields.get("dtype")
     sizes: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
-    if odd or (fields is raw and not (type(dtype) is str and raw.keys() <= _FIELD_SET)):
+    if is_array or (fields is raw and not (type(dtype) is str and raw.keys() <= _FIELD_SET)):
         noted.add("safetensors-odd-header", _at(name), "no writer spells an entry like this")
         if type(dtype) is dict and list(dtype.values()) == [None]:  # the other form
             dtype = next(iter(dtype))

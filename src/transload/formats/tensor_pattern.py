@@ -147,9 +147,9 @@ class TensorPattern:
                 return 0
             pieces: tuple[bytes, ...] = (begin, p0, p1, p2, p3, p4, p5, p6)
         else:
-            found = layout.unpack_from(self._data, pos)
-            text, pieces = found[1], (found[0], *found[2::2])
-            if found[3::2] != (*range(index, index + template.puts),):
+            fields = layout.unpack_from(self._data, pos)
+            text, pieces = fields[1], (fields[0], *fields[2::2])
+            if fields[3::2] != (*range(index, index + template.puts),):
                 return 0
         if pieces != template.pieces or (text and not text.isdigit()):
             return 0

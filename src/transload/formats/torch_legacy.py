@@ -84,9 +84,9 @@ def read_legacy(source: Source) -> Checkpoint:
         text = key.decode("latin-1") if type(key) is bytes else key
         keys.append(str(text) if type(text) in (str, int) else "")  # a key that nothing uses
     # Find each storage as torch does: the count before the bytes must agree with the object.
-    known, places, end = declared_storages(main), dict[str, Record](), position
+    declared, places, end = declared_storages(main), dict[str, Record](), position
     for key in keys:
-        storage, raw = known.get(key), source.read(end, 8)
+        storage, raw = declared.get(key), source.read(end, 8)
         count = int.from_bytes(raw, "little", signed=True)
         numel = storage.nbytes // ITEMSIZE[storage.dtype] if storage else 0
         if storage is None:
@@ -184,7 +184,7 @@ def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[tuple[str, i
     A member is a name, an offset, a size, and why another reader may read it differently, or an empty text.
     """
     out: list[tuple[str, int, int, str]] = []
-    position, odd, always = 0, "", ""
+    position, doubt, always = 0, "", ""
     for _ in range(most):
         block = source.read(position, _BLOCK)
         size, stated, kind = _octal(block[124:136]), _octal(block[148:156]), block[156:157]
@@ -202,14 +202,14 @@ def members(source: Source, most: int = _MAX_MEMBERS) -> tuple[list[tuple[str, i
                 length, _, record = line.partition(b" ")
                 plain = plain and length == b"%d" % (len(line) + 1) and record.partition(b"=")[0] in _PLAIN_PAX
             if not plain:
-                odd = odd or "an extended header changes what it is"
-            always = odd if kind == b"g" else always
+                doubt = doubt or "an extended header changes what it is"
+            always = doubt if kind == b"g" else always
         else:
             prefix, name = block[345:500].split(b"\0")[0], block[:100].split(b"\0")[0]
             path = (prefix + b"/" + name if prefix else name).decode("utf-8", "backslashreplace")
-            odd = odd or always or ("" if kind in (b"0", b"\0") else "it is not a plain file")
-            out.append((path, start, size, odd))
-            odd = ""
+            doubt = doubt or always or ("" if kind in (b"0", b"\0") else "it is not a plain file")
+            out.append((path, start, size, doubt))
+            doubt = ""
         position = start + -(-size // _BLOCK) * _BLOCK
     return out, [Problem("tar-broken", f"byte {position}", f"more than {most} members")]
 
@@ -232,10 +232,10 @@ def read_tar(source: Source) -> Checkpoint | None:
     # Note what could make tarfile, inside torch, read other members; and members that torch does not read.
     problems = reader.problems
     seen: set[str] = set()
-    for path, offset, size, odd in reader.listed:
+    for path, offset, size, doubt in reader.listed:
         name = path.removeprefix("./")
-        if (name in _WANTED and (odd or name in seen)) or odd.startswith("an extended header"):
-            problems.add("tar-ambiguous", name, odd or "there are two of this name")
+        if (name in _WANTED and (doubt or name in seen)) or doubt.startswith("an extended header"):
+            problems.add("tar-ambiguous", name, doubt or "there are two of this name")
         if offset + size > source.size:
             problems.add("tar-cut", name[:80], "the archive ends inside this member")
         seen.add(name)

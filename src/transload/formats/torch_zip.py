@@ -62,7 +62,7 @@ def _list_plain_storages(
             kinds[global_] = STORAGES[name], ITEMSIZE[STORAGES[name]]
         elif (module, name) not in _PLAIN_CALLS:
             return None
-    found: dict[str, Storage] = {}
+    storages: dict[str, Storage] = {}
     ids: dict[str, Any] = {}
     tags: list[str] = []
     for node in pickle.persistent:
@@ -70,11 +70,11 @@ def _list_plain_storages(
         if type(pid) is not tuple or len(pid) != 5:
             return None
         mark, kind, key, tag, numel = pid
-        known = kinds.get(kind) if type(kind) is Global else None
-        if known is None or mark != "storage" or not (type(key) is type(tag) is str and type(numel) is int):
+        layout = kinds.get(kind) if type(kind) is Global else None
+        if layout is None or mark != "storage" or not (type(key) is type(tag) is str and type(numel) is int):
             return None
         tags.append(tag)
-        if key in found:
+        if key in storages:
             if ids[key] != pid:  # the same key with other values
                 return None
             continue
@@ -82,13 +82,14 @@ def _list_plain_storages(
         if record is None:
             return None
         name, offset, size, stored, crc, method = record
-        dtype, width = known
+        dtype, width = layout
         if offset is None or method or numel * width != size or size != stored or (not crc and size):
             return None
         ids[key] = pid
-        found[key] = tuple.__new__(Storage, (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ()))
+        fields = (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, ())
+        storages[key] = tuple.__new__(Storage, fields)
     others = 1 + sum(name in records for name in small)  # the index, and the small records
-    return (tuple(found.values()), tuple(Counter(tags).items())) if len(records) == len(found) + others else None
+    return (tuple(storages.values()), tuple(Counter(tags).items())) if len(records) == len(storages) + others else None
 
 
 class Archive:
@@ -108,9 +109,9 @@ class Archive:
     @classmethod
     def of_zip(cls, source: Source, index: ZipIndex) -> Archive:
         """The records of a zip file."""
-        made = cls(source.name, source.size, index, lambda record, limit: read_payload(source, record, limit))
-        made.source = source
-        return made
+        archive = cls(source.name, source.size, index, lambda record, limit: read_payload(source, record, limit))
+        archive.source = source
+        return archive
 
     def find(self, name: str) -> Record | None:
         """The record that torch would read for a name: it ignores case."""
@@ -143,26 +144,26 @@ class Archive:
 def read(archive: Archive, *, tree: bool = True) -> Checkpoint:
     """Read the records ``data.pkl`` and ``data/<key>``. Without ``tree``: see ``read_source``."""
     out = Draft(archive.path, "torch-zip", archive.nbytes, archive.problems)
-    found = out.problems
+    problems = out.problems
     out.records = tuple(archive.records.values())
-    out.facts += container_facts(archive, _TEXT_RECORDS, found)
+    out.facts += container_facts(archive, _TEXT_RECORDS, problems)
     # The small records that torch.load checks before it reads anything else.
     texts = dict(out.facts)
     if "version" not in texts:
-        found.add("zip-no-version", detail="torch.load refuses an archive without the record `version`")
+        problems.add("zip-no-version", detail="torch.load refuses an archive without the record `version`")
     elif not 1 <= _number(texts["version"]) <= _NEWEST_VERSION:
         detail = f"it says {texts['version'][:40]!r}; torch reads 1 to {_NEWEST_VERSION}"
-        found.add("zip-bad-version", "version", detail)
+        problems.add("zip-bad-version", "version", detail)
     order = archive.get("byteorder", MAX_TEXT_RECORD)
     if order is not None and order.data not in (b"little", b"big"):  # torch does not strip it, either
-        found.add("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}")
+        problems.add("zip-bad-byteorder", "byteorder", f"it says {order.data[:40]!r}")
     if _number(texts.get("storage_alignment", "64")) < 0:
         detail = f"it says {texts['storage_alignment'][:40]!r}, which is not a number"
-        found.add("zip-bad-note", ".storage_alignment", detail)
+        problems.add("zip-bad-note", ".storage_alignment", detail)
     if "\\" in texts.get("serialization_id", ""):  # bytes that are not text
-        found.add("zip-bad-note", ".data/serialization_id", "it is not text")
+        problems.add("zip-bad-note", ".data/serialization_id", "it is not text")
     big_endian = texts.get("byteorder") == "big"
-    pickle = read_pickle(archive, "data.pkl", found)
+    pickle = read_pickle(archive, "data.pkl", problems)
     pickle.main = True
     out.pickles.append(pickle)
     # What ``transload.save`` has recorded; any other record of that name stays a foreign one.
@@ -172,22 +173,22 @@ def read(archive: Archive, *, tree: bool = True) -> Checkpoint:
 
         payload = archive.get(RECORD, MAX_RECORD)
         recorded = read_recorded(payload.data) if payload is not None and not payload.problem else ()
-    known = (*_TEXT_RECORDS, RECORD) if recorded else _TEXT_RECORDS
+    expected = (*_TEXT_RECORDS, RECORD) if recorded else _TEXT_RECORDS
     written_by = Origin(recorded=recorded)
-    if not (tree or found or big_endian):
-        plain = _list_plain_storages(archive.records, known, pickle)
+    if not (tree or problems or big_endian):
+        plain = _list_plain_storages(archive.records, expected, pickle)
         if plain is not None:
             return out.checkpoint(storages=plain[0], counted=plain[1], written_by=written_by)
     whole = read_tree(pickle, storage_table(archive, big_endian=big_endian))
-    if found:  # add which tensors need the storage that a problem is about
+    if problems:  # add which tensors need the storage that a problem is about
         users = {storage.record: needed_by(storage) for storage in whole.storages if storage.record}
-        for index, problem in enumerate(found):
+        for index, problem in enumerate(problems):
             if problem.where in users:
-                found[index] = replace(problem, detail=f"{problem.detail}; {users[problem.where]}")
+                problems[index] = replace(problem, detail=f"{problem.detail}; {users[problem.where]}")
     out.add_tree(*whole)
-    found += check_storages(whole.storages, archive)
-    strays, pickles = stray_records(archive, whole.storages, known)
-    found += strays
+    problems += check_storages(whole.storages, archive)
+    strays, pickles = stray_records(archive, whole.storages, expected)
+    problems += strays
     out.pickles += pickles
     return out.checkpoint(written_by=written_by)
 
@@ -202,21 +203,17 @@ def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> T
     return find_tensors(root, table, separator=separator)
 
 
-def record_text(archive: Archive, name: str, problems: Problems) -> str | None:
-    """The text of a small record, stripped; ``None`` if it does not exist or cannot be read."""
-    payload = archive.get(name, MAX_TEXT_RECORD)
-    if payload is None:
-        return None
-    if payload.problem:
-        problems.add("record-unreadable", name, payload.problem)
-        return None
-    return payload.data.decode("utf-8", "backslashreplace").strip()
-
-
 def container_facts(archive: Archive, names: Iterable[str], problems: Problems) -> list[tuple[str, str]]:
-    """The folder of an archive, and the text of its small records."""
-    texts = ((name.rpartition("/")[2].strip("."), record_text(archive, name, problems)) for name in names)
-    return [("folder", archive.root), *((name, text) for name, text in texts if text is not None)]
+    """The folder of an archive, and the text of its small records, stripped."""
+    facts = [("folder", archive.root)]
+    for name in names:
+        payload = archive.get(name, MAX_TEXT_RECORD)
+        if payload is not None and payload.problem:
+            problems.add("record-unreadable", name, payload.problem)
+        elif payload is not None:
+            text = payload.data.decode("utf-8", "backslashreplace").strip()
+            facts.append((name.rpartition("/")[2].strip("."), text))
+    return facts
 
 
 def _number(text: str) -> int:
@@ -341,12 +338,12 @@ def stray_records(
             part = record._replace(size=window, stored=window, crc32=None) if window < record.size else record
             payload = archive.read(part if not record.method else record, _STRAY_WINDOWS[-1])
             packed = payload.data.startswith(_PACKED)
-            found = [] if packed else run_all(payload.data, record.name)
-            whole = not packed and (len(payload.data) >= record.size or (bool(found) and not found[-1].cut))
+            contents = [] if packed else run_all(payload.data, record.name)
+            whole = not packed and (len(payload.data) >= record.size or (bool(contents) and not contents[-1].cut))
             if whole or packed or payload.problem:
                 break
         left -= len(payload.data)
-        pickles += [pickle for pickle in found if pickle.globals or pickle.extensions]
+        pickles += [pickle for pickle in contents if pickle.globals or pickle.extensions]
         unseen += [] if whole else [record.name]
     if unseen:
         out.add("record-unseen", unseen[0][:80], f"{len(unseen)} records are packed, or too large to read")

@@ -81,9 +81,9 @@ def text_of(raw: bytes) -> str:
 def check_names(entries: list[DirectoryEntry], problems: Problems) -> None:
     """Note names that readers could confuse, or read differently: check all at once, or one by one if any is odd."""
     joined = b"\n".join([b"", *[entry[0] for entry in entries]])
-    odd = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
+    unusual = not joined.isascii() or b"\0" in joined or b"\\" in joined or b".." in joined or b"\n/" in joined
     names = joined.lower().split(b"\n")[1:]
-    if not odd and len(set(names)) == len(names) == len(entries):
+    if not unusual and len(set(names)) == len(names) == len(entries):
         return
     seen: dict[bytes, DirectoryEntry] = {}
     for entry in entries:
@@ -234,12 +234,12 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
         _, first_disk, stated, disks = LOCATOR64.unpack(locator)
         beside = end - 20 - END64.size
         raw = source.read(stated, END64.size)
-        found = len(raw) == END64.size and raw[:4] == b"PK\x06\x06"
-        if found != (source.read(beside, 4) == b"PK\x06\x06") or (found and stated != beside):
+        is_end = len(raw) == END64.size and raw[:4] == b"PK\x06\x06"
+        if is_end != (source.read(beside, 4) == b"PK\x06\x06") or (is_end and stated != beside):
             problems.add("zip-shifted", detail="the zip64 end record is not where its locator says")
         if stated + END64.size > source.size:
             raise _NoDirectoryError("the zip64 end record is not where its locator says")
-        if not found:
+        if not is_end:
             problems.add("zip-directory-broken", detail="the zip64 end record is invalid")
         else:
             plain = (count, size, start)
@@ -281,10 +281,10 @@ def _read_directory(source: Source, start: int, size: int, count: int, problems:
             entries.append(_new(DirectoryEntry, (name, flags, method, crc, stored, nbytes, header)))
             position = end
         elif begin[:4] == b"PK\x01\x02":
-            known = len(problems)
+            count_before = len(problems)
             entry, position = read_entry(raw, position, problems)
             entries.append(entry)
-            plain, flags, method = begin if len(problems) == known else b"", entry.flags, entry.method
+            plain, flags, method = begin if len(problems) == count_before else b"", entry.flags, entry.method
         else:
             break
     if len(entries) >= _MAX_ENTRIES:
@@ -311,15 +311,15 @@ def read_entry(raw: bytes, position: int, problems: Problems) -> tuple[Directory
     name = text_of(raw_name)
     if n_extra:
         extra = raw[name_at + n_name : name_at + n_name + n_extra]
-        found = list(_extra_fields(extra))
-        if sum(4 + length for _, length, _ in found) > len(extra):
+        fields_found = list(_extra_fields(extra))
+        if sum(4 + length for _, length, _ in fields_found) > len(extra):
             problems.add("zip-one-reader", name, "zipfile refuses it: its extra fields are cut off")
-        wide = [data for tag, _, data in found if tag == 1]
+        wide = [data for tag, _, data in fields_found if tag == 1]
         lacking = 8 * (size, stored, header).count(ALL32)
         if lacking and (len(wide) != 1 or len(wide[0]) < lacking):
             problems.add("zip-headers-differ", name, "its zip64 sizes are missing, or there are several")
         # zipfile uses this name from Python 3.12 on.
-        names = [data[5:] for tag, _, data in found if tag == _UNICODE_PATH]
+        names = [data[5:] for tag, _, data in fields_found if tag == _UNICODE_PATH]
         if any(other.partition(b"/")[2] != raw_name.partition(b"/")[2] for other in names):
             problems.add("zip-names-differ", name, f"an extra field calls it {text_of(names[0])[:80]}")
         if lacking:

@@ -133,21 +133,21 @@ class FoundRecord(NamedTuple):
     @property
     def method(self) -> int:
         """Its compression method according to most of its headers."""
-        methods = {each.method for each in (self.local, self.entry) if each is not None}
+        methods = {header.method for header in (self.local, self.entry) if header is not None}
         if len(methods) == 1:
             return methods.pop()
-        same_size = {each.stored == each.size for each in (self.entry, self.descriptor) if each is not None}
+        same_size = {sizes.stored == sizes.size for sizes in (self.entry, self.descriptor) if sizes is not None}
         return 0 if same_size == {True} or DEFLATED not in methods else DEFLATED
 
     @property
     def names(self) -> list[bytes]:
         """Its name, or both names if they differ in more than their lengths."""
-        found = [self.entry.name] if self.entry else []
+        names = [self.entry.name] if self.entry else []
         if self.local and self.local.name:
             here = self.local.name + self.local.extra
-            if not found or here[: len(found[0])] != found[0]:
-                found.append(self.local.name)
-        return found
+            if not names or here[: len(names[0])] != names[0]:
+                names.append(self.local.name)
+        return names
 
 
 # -- headers
@@ -252,17 +252,18 @@ def find_directory(source: Source) -> Directory:
                 continue
             if _is_near(source.read(place, 4), _CENTRAL):
                 tried.add(place)
-                found = _read_directory(source, place)._replace(stated=start, stated_count=count)
-                if found.complete and len(found.entries) == count:
-                    return found
-                best = max(best, found, key=lambda each: len(each.entries))
+                directory = _read_directory(source, place)._replace(stated=start, stated_count=count)
+                if directory.complete and len(directory.entries) == count:
+                    return directory
+                if len(directory.entries) > len(best.entries):
+                    best = directory
     if best.entries:
         return best
     # The end record or the first entry is lost: take the first entry in the tail, and those that end where it begins.
     for match in islice(re.finditer(_CENTRAL, tail), _MAX_ENDS):
-        found = _read_directory(source, base + match.start())
-        if found.entries and (found.complete or found.entries[-1].end + CENTRAL.size >= source.size):
-            start, earlier = found.start, list[Header]()
+        directory = _read_directory(source, base + match.start())
+        if directory.entries and (directory.complete or directory.entries[-1].end + CENTRAL.size >= source.size):
+            start, earlier = directory.start, list[Header]()
             while start > 0:
                 before = max(0, start - _MAX_NAME)
                 data = source.read(before, start - before)
@@ -273,7 +274,7 @@ def find_directory(source: Source) -> Directory:
                 earlier.append(entry)
                 start = entry.position
             stated, count = ends[0][2:] if ends else (-1, -1)
-            return Directory([*reversed(earlier), *found.entries], start, stated, count, found.complete)
+            return Directory([*reversed(earlier), *directory.entries], start, stated, count, directory.complete)
     return _NO_DIRECTORY
 
 
@@ -286,10 +287,10 @@ def _read_directory(source: Source, start: int) -> Directory:
         entry = _read_entry(data, at, start)
         end = entry.end - start if entry else at
         following = data[end : end + 4]
-        continues = not following or any(_is_near(following, each) for each in (_CENTRAL, _END64, _END))
+        continues = not following or any(_is_near(following, signature) for signature in (_CENTRAL, _END64, _END))
         if entry is None or _CENTRAL in data[at + 4 : end] or not continues:
             ends = [data.find(signature, at + least, at + _MAX_NAME) for signature in (_CENTRAL, _END64, _END)]
-            length = min((found - at for found in ends if found > 0), default=0)
+            length = min((end - at for end in ends if end > 0), default=0)
             entry = _read_entry(data, at, start, length) if length else entry
         if entry is None:
             break
@@ -341,15 +342,15 @@ class Scan:
         directory = find_directory(source) if listed else _NO_DIRECTORY
         # The directory of an archive inside this one lists none of its records.
         first = _read_local(source, 0)
-        own = first is not None and any(entry.name == first.name for entry in directory.entries)
-        self._run(directory if own or any(map(self._has_record, directory.entries)) else _NO_DIRECTORY)
+        is_its_own = first is not None and any(entry.name == first.name for entry in directory.entries)
+        self._run(directory if is_its_own or any(map(self._has_record, directory.entries)) else _NO_DIRECTORY)
         if listed and not self.directory.entries and _is_near(source.read(self._position, 4), _CENTRAL):
             self._run(_read_directory(source, self._position))
         directory = self.directory
-        found = {record.entry.position for record in self.records if record.entry}
-        self.missing = [entry for entry in directory.entries if entry.position not in found]
+        listed_at = {record.entry.position for record in self.records if record.entry}
+        self.missing = [entry for entry in directory.entries if entry.position not in listed_at]
         if directory.complete and not self.missing and directory.stated_count == len(directory.entries):
-            self.records = [each if each.entry else each._replace(replaced=True) for each in self.records]
+            self.records = [record if record.entry else record._replace(replaced=True) for record in self.records]
 
     def _has_record(self, entry: Header) -> bool:
         """Whether an entry of the directory points to a record of its name."""
@@ -411,19 +412,19 @@ class Scan:
 
     def _skip(self) -> bool:
         """Move to the next header: the next that looks like one, or that the directory lists."""
-        known, directory = self._next(self._position), self.directory
-        stop = known or (directory.start if directory.start > 0 else self._source.size)
+        listed, directory = self._next(self._position), self.directory
+        stop = listed or (directory.start if directory.start > 0 else self._source.size)
         at = stop if _is_near(self._source.read(self._position, 4), _CENTRAL) else self._position + 1
         while at < stop and self._gap_budget > 0:
-            found = find_header(self._source, self._source.read(at, _CHUNK + 3), at)
-            if 0 <= found < stop - at:
-                self._position = at + found
+            ahead = find_header(self._source, self._source.read(at, _CHUNK + 3), at)
+            if 0 <= ahead < stop - at:
+                self._position = at + ahead
                 return True
             at += _CHUNK
             self._gap_budget -= _CHUNK
-        if known is not None:
-            self._position = known
-        return known is not None
+        if listed is not None:
+            self._position = listed
+        return listed is not None
 
     # -- where the bytes of a record are
 
@@ -432,10 +433,10 @@ class Scan:
         local, entry = record.local, record.entry
         # Usually everything agrees. Weighing the evidence anyway makes a rescue of many records 1.5 times as slow.
         if local is not None and entry is not None and (local.name, local.header) == (entry.name, entry.header):
-            described = bool(entry.stored and local.flags & HAS_DESCRIPTOR)
-            found = _read_descriptor(self._source, local.end + entry.stored, wide=local.wide) if described else None
-            agree = not described or (found and found[:3] == (entry.crc32, entry.stored, entry.size))
-            whole = record._replace(payload=local.end, stored=entry.stored, present=entry.stored, descriptor=found)
+            expected = bool(entry.stored and local.flags & HAS_DESCRIPTOR)
+            descriptor = _read_descriptor(self._source, local.end + entry.stored, wide=local.wide) if expected else None
+            agree = not expected or (descriptor and descriptor[:3] == (entry.crc32, entry.stored, entry.size))
+            whole = record._replace(payload=local.end, stored=entry.stored, present=entry.stored, descriptor=descriptor)
             if agree and whole.end == following:
                 return whole
         score, best = max(self._options(record, following), key=lambda option: option[0], default=(0, record))
@@ -453,11 +454,11 @@ class Scan:
     def _options(self, record: FoundRecord, following: int | None) -> Iterator[tuple[int, FoundRecord]]:
         """Each offset and size that the bytes may have, with a score: how much more evidence is for it than against."""
         source, (header, local, entry, wide, *_) = self._source, record
-        names = [each.name for each in (local, entry) if each is not None and each.name]
+        names = [copy.name for copy in (local, entry) if copy is not None and copy.name]
         fields = (0, 12, 20) if wide else (0,)  # sizes of the zip64 field
         unpadded = {header + LOCAL.size + 4 + len(name) + field for name in names for field in fields}
-        padded = {each + int.from_bytes(source.read(each - 2, 2), "little") for each in unpadded}
-        starts = padded | {each + -each % ALIGNMENT for each in unpadded}
+        padded = {start + int.from_bytes(source.read(start - 2, 2), "little") for start in unpadded}
+        starts = padded | {start + -start % ALIGNMENT for start in unpadded}
         sizes: set[int] = set()
         if local is not None:
             starts.add(local.end)
@@ -486,7 +487,7 @@ class Scan:
             if following is not None:
                 evidence.append(option.end == following)
             if not cut and option.end < source.size:
-                evidence.append(any(_is_near(source.read(option.end, 4), each) for each in (_LOCAL, _CENTRAL)))
+                evidence.append(any(_is_near(source.read(option.end, 4), mark) for mark in (_LOCAL, _CENTRAL)))
             if local is not None:
                 evidence.append(local.end == start)
                 if local.stored or not local.flags & HAS_DESCRIPTOR:
@@ -552,14 +553,14 @@ class Scan:
             window = self._source.read(at, step + form.size)
             self._search_budget -= len(window)
             for match in re.finditer(_DESCRIPTOR, window[: step + 3]):
-                found = match.start()
-                size = at + found - local.end
-                if found + form.size > len(window):  # the file ends within it: its checksum must be right
-                    crc = window[found + 4 : found + 8]
-                    known = len(crc) == 4 and size <= MAX_PAYLOAD
-                    content = self._source.read(local.end, size) if known else b""
-                    return size if known and zlib.crc32(content) == int.from_bytes(crc, "little") else None
-                _, _, stored, whole = form.unpack_from(window, found)
+                index = match.start()
+                size = at + index - local.end
+                if index + form.size > len(window):  # the file ends within it: its checksum must be right
+                    crc = window[index + 4 : index + 8]
+                    checkable = len(crc) == 4 and size <= MAX_PAYLOAD
+                    content = self._source.read(local.end, size) if checkable else b""
+                    return size if checkable and zlib.crc32(content) == int.from_bytes(crc, "little") else None
+                _, _, stored, whole = form.unpack_from(window, index)
                 if size and size in (stored, whole):
                     return size
             at, step = at + step, min(4 * step, _CHUNK)
@@ -578,40 +579,38 @@ def walk_index(source: Source, broken: ZipIndex) -> ZipIndex:
     first = scan.records[0].local if scan.records else _read_local(source, 0)
     root = text_of(first.name.partition(b"/")[0]) if first is not None and b"/" in first.name else ""
     prefix = f"{root}/" if root else ""
-    for found in scan.records:
-        local = found.local
-        if local is None or (found.endless and not local.name.endswith(b".pkl")):
+    for record in scan.records:
+        local = record.local
+        if local is None or (record.endless and not local.name.endswith(b".pkl")):
             break
         (name,) = names_below([local.name], prefix)
-        size, present = local.size or found.stored, found.present
+        size, present = local.size or record.stored, record.present
         checksum: int | None = local.crc32
         if local.flags & HAS_DESCRIPTOR:
-            checksum = found.descriptor.crc32 if found.descriptor else None
+            checksum = record.descriptor.crc32 if record.descriptor else None
             if local.method == DEFLATED:
                 with suppress(zlib.error):
-                    size = sum(map(len, inflated(source, found.payload, found.present, MAX_PAYLOAD)))
+                    size = sum(map(len, inflated(source, record.payload, record.present, MAX_PAYLOAD)))
         earlier = records.pop(name, None)
         if earlier is not None:  # keep it under another name, so that both are judged
-            problems.add("zip-found-twice", name, f"at byte {earlier.offset} and at byte {found.payload}")
+            problems.add("zip-found-twice", name, f"at byte {earlier.offset} and at byte {record.payload}")
             aside = f"{name}@{earlier.offset}"
             records[aside] = earlier._replace(name=aside)
-        reached = source.size if found.endless else found.end
+        reached = source.size if record.endless else record.end
         if name.endswith(".pkl") and not local.method:
             # What looks like its end may be a part of the pickle, and more of it must be judged. Then this record
             # is the last: otherwise the bytes that follow could be run once for every record in them.
-            pickle, end = run_at(source, found.payload, name, _BLOCK)
-            if found.endless or end > found.payload + present:
+            pickle, end = run_at(source, record.payload, name, _BLOCK)
+            if record.endless or end > record.payload + present:
                 reached = source.size if pickle.broken else end
-                size = present = reached - found.payload
-        ended = found.descriptor or not local.flags & HAS_DESCRIPTOR or source.read(reached, 4) == _DESCRIPTOR
+                size = present = reached - record.payload
+        ended = record.descriptor or not local.flags & HAS_DESCRIPTOR or source.read(reached, 4) == _DESCRIPTOR
         if not ended and reached + DESCRIPTOR.size <= source.size:
             problems.add("zip-no-descriptor", name, f"none at byte {reached}, where it should end")
-        whole = present == found.stored
-        if (
-            local.method and not whole
-        ):  # its size is that before compression, which does not show that bytes are missing
-            problems.add("zip-record-cut", name, f"{present} of {found.stored} bytes are in the file")
-        records[name] = Record(name, found.payload, size, present, checksum if whole else None, local.method)
+        whole = present == record.stored
+        if local.method and not whole:  # its size, that before compression, does not show that bytes are missing
+            problems.add("zip-record-cut", name, f"{present} of {record.stored} bytes are in the file")
+        records[name] = Record(name, record.payload, size, present, checksum if whole else None, local.method)
         if not whole:
             break
     if not any(record.crc32 for record in records.values()):  # saved with checksums switched off

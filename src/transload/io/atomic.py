@@ -126,11 +126,11 @@ def is_atomic(path: str) -> bool:
     Pipes and devices are written in place, and so is a file without a name, to which ``/dev/fd/3`` may lead.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return True
     try:
-        return stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.stat(os.path.realpath(path)))
+        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(os.path.realpath(path)))
     except OSError:
         return False
 
@@ -209,8 +209,8 @@ class AtomicFile(InPlaceFile):
                         os.close(self.descriptor)
                         self.descriptor = -1
             if before is not None and os.name != "nt":  # keep its permissions, and its owner if possible
-                own = os.fstat(self.descriptor)
-                if (own.st_uid, own.st_gid) != (before.st_uid, before.st_gid):
+                status = os.fstat(self.descriptor)
+                if (status.st_uid, status.st_gid) != (before.st_uid, before.st_gid):
                     try:
                         os.fchown(self.descriptor, before.st_uid, before.st_gid)
                     except OSError:  # only root can change the owner; others may be able to keep the group
@@ -263,8 +263,8 @@ class AtomicFile(InPlaceFile):
 def _free(target: str) -> int:
     """Free bytes on the file system of a path; 0 if the system does not say."""
     with suppress(OSError):
-        found = os.statvfs(os.path.dirname(target) or ".")
-        return found.f_bavail * found.f_frsize
+        space = os.statvfs(os.path.dirname(target) or ".")
+        return space.f_bavail * space.f_frsize
     return 0
 
 
@@ -310,8 +310,8 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
     """
     folder, name = os.path.split(target)
     pattern = re.compile(rf"{re.escape(_prefix(name))}\d{{1,10}}-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
-    for each in os.listdir(folder or "."):
-        path, match = os.path.join(folder, each), pattern.fullmatch(each)
+    for entry in os.listdir(folder or "."):
+        path, match = os.path.join(folder, entry), pattern.fullmatch(entry)
         if not match:
             continue
         try:
@@ -365,8 +365,8 @@ def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWrit
     """
     if isinstance(error, CannotWriteError):
         return error
-    known = _REASONS.get(error.errno or 0)
-    kind, what, fix = known or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
+    reason = _REASONS.get(error.errno or 0)
+    kind, what, fix = reason or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
     if error.errno == numbers.ENOENT:
         folder = os.path.dirname(where.rstrip(os.sep))
         if not folder or os.path.isdir(folder):  # then where is a link, or the current directory is gone

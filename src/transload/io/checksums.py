@@ -48,8 +48,8 @@ def _folders() -> list[str]:
     if ``LD_LIBRARY_PATH`` has an empty element, as in ``$LD_LIBRARY_PATH:/usr/local/cuda/lib64``.
     """
     multiarch = getattr(sys.implementation, "_multiarch", "")
-    own = [f"{sys.base_prefix}/lib"] if sys.base_prefix.startswith("/") else []
-    return list(dict.fromkeys((*own, f"/usr/lib/{multiarch}", "/usr/lib64", "/usr/lib", "/usr/local/lib")))
+    conda = [f"{sys.base_prefix}/lib"] if sys.base_prefix.startswith("/") else []
+    return list(dict.fromkeys((*conda, f"/usr/lib/{multiarch}", "/usr/lib64", "/usr/lib", "/usr/local/lib")))
 
 
 def _of_library(path: str) -> Crc32:

@@ -26,8 +26,8 @@ _view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, c
 
 def memory_at(address: int, nbytes: int) -> memoryview:
     """A writable view of memory. The memory must outlive the view."""
-    made: memoryview = _view(address, nbytes, _WRITABLE)
-    return made
+    view: memoryview = _view(address, nbytes, _WRITABLE)
+    return view
 
 
 def copy(target: int, source: int, nbytes: int) -> None:

@@ -183,7 +183,7 @@ class ProgressLine:
         """The line itself."""
         speed = done / seconds if seconds > 0 else 0.0
         (unit, size), (speed_unit, step) = (
-            next((each for each in _UNITS if number >= each[1]), _UNITS[-1]) for number in (total, speed)
+            next((unit for unit in _UNITS if number >= unit[1]), _UNITS[-1]) for number in (total, speed)
         )
         return f"{self._verb} {done / size:.1f} of {total / size:.1f} {unit}, {speed / step:.1f} {speed_unit}/s"
 

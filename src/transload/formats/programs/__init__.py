@@ -13,6 +13,7 @@ from transload.checkpoint import Draft, Record, Storage
 from transload.dtypes import itemsize
 from transload.formats.graph import Tree
 from transload.formats.torch_zip import Archive, container_facts, stray_records
+from transload.geometry import View
 from transload.nodes import Call, Global, Persistent
 
 ALLOWANCE = 256 << 20
@@ -155,9 +156,9 @@ def tensor_call(
     record = archive.find(name)
     if nbytes is None:
         nbytes = record.size if record is not None else 0
-    if not nbytes and 0 not in shape and all(type(n) is int and 0 <= n < 1 << 63 for n in (first, *shape, *steps)):
-        last = sum((size - 1) * step for size, step in zip(shape, steps, strict=False))
-        nbytes = itemsize(dtype, first + last + 1)
+    sized = 0 not in shape and len(shape) == len(steps)
+    if not nbytes and sized and all(type(n) is int and 0 <= n < 1 << 63 for n in (first, *shape, *steps)):
+        nbytes = itemsize(dtype, first + View(shape, steps).extent)
     storage = Persistent(("storage", UNTYPED, name, device, nbytes), 0)
     kind = Global("torch", dtype or "unknown", 0)
     call = Call(REBUILD_V3, (storage, first, shape, steps, requires_grad, None, kind), "reduce", 0)

@@ -55,8 +55,8 @@ def read(archive: Archive) -> Checkpoint:
         kind, target = _KINDS.get(record.name.rpartition(".")[2].lower(), "file"), ""
         about: list[tuple[str, str]] = []
         if kind == "PTX":  # the oldest GPU that it runs on
-            found = re.search(rb"(?m)^[ \t]*\.target[ \t]+([^\s,]+)", archive.head(record, _PTX_HEAD))
-            target = found[1].decode("ascii", "backslashreplace")[:20] if found else ""
+            directive = re.search(rb"(?m)^[ \t]*\.target[ \t]+([^\s,]+)", archive.head(record, _PTX_HEAD))
+            target = directive[1].decode("ascii", "backslashreplace")[:20] if directive else ""
         elif kind not in ("source", "metadata"):
             machine, target = read_elf(archive.head(record, HEADER)) or ("", "")
             if machine and not target:
@@ -82,8 +82,8 @@ def read(archive: Archive) -> Checkpoint:
                 environment[label].append(capability(words) if label == "compute capability" else words)
     facts = [(label, ", ".join(dict.fromkeys(values))) for label, values in environment.items()]
     if any(part.kind == "library" for part in parts):
-        there = "the library may contain more" if out.tensors else "inside the compiled library, not listed"
-        facts.append(("weights", there))
+        whereabouts = "the library may contain more" if out.tensors else "inside the compiled library, not listed"
+        facts.append(("weights", whereabouts))
     out.facts = [*first_facts, *facts, *out.facts]
     # Machine code for a GPU does not run on another architecture; PTX is compiled again where it is loaded.
     targets = sorted({value for part in parts if part.kind == "cubin" for key, value in part.facts if key == "target"})

@@ -70,7 +70,7 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
     """The devices, dangerous operators and odd targets in a program, with the nodes they are in."""
     devices: Counter[str] = Counter()
     targets: Counter[str] = Counter()
-    odd: Counter[str] = Counter()
+    expressions: Counter[str] = Counter()
     stack: list[tuple[str, Any, str]] = [("", program, "")]
     while stack:  # not by recursion, since JSON may be deeply nested
         key, value, node = stack.pop()  # node: the target of the graph node that contains the value
@@ -83,14 +83,14 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
             elif label == "target" and type(child) is str:
                 targets[child[:200]] += 1
             elif label in ("expr_str", "guards_code") and type(child) is str and _ODD_TEXT.search(child):
-                odd[child[:200]] += 1
+                expressions[child[:200]] += 1
             stack.append((label, child, node))
     suspicious: Counter[str] = Counter()
     for target, count in targets.items():  # those that are not operators, or dangerous ones
         parts = target.split(".")
         if not _TARGETS.fullmatch(target) or (parts[:2] == ["torch", "ops"] and "::".join(parts[2:4]) in OPERATORS):
             suspicious[target] = count
-    suspicious.update({f"{target}, which is Python": count for target, count in odd.items()})
+    suspicious.update({f"{target}, which is Python": count for target, count in expressions.items()})
     out = Problems()
     for code, counts in (("export-device", devices), ("export-dangerous-op", suspicious)):
         lines = [f"{what} {count}×" for what, count in counts.most_common()]
@@ -134,25 +134,25 @@ class Package(Program):
             return None
         source = self.open(record)
         if starts_like_zip(source):
-            found = torch_zip.read(Archive.of_zip(source, read_index(source)))
+            inner = torch_zip.read(Archive.of_zip(source, read_index(source)))
         else:
             data = source.read(0, MAX_PACKED)
             bare = Draft(source.name, "pickle", source.size)
             bare.pickles = run_all(data, "pickle") if data.startswith(PICKLED) else []
             for pickle in bare.pickles:
                 bare.problems += torch_zip.pickle_problems(pickle, pickle.end)
-            found = bare.checkpoint()
-        for pickle in found.pickles:
+            inner = bare.checkpoint()
+        for pickle in inner.pickles:
             pickle.main = False
             pickle.name = f"{record.name} › {pickle.name}"
-        self.pickles += found.pickles
-        self.problems += [problem.within(record.name) for problem in found.problems]
+        self.pickles += inner.pickles
+        self.problems += [problem.within(record.name) for problem in inner.problems]
         base = record.offset if record.method == 0 else None
         prefix = f"{record.name}/"
         return replace(
-            found,
-            tensors=tuple(moved_tensor(tensor, prefix, steps, base) for tensor in found.tensors),
-            storages=tuple(moved_storage(s, prefix, steps, base)._replace(record=record.name) for s in found.storages),
+            inner,
+            tensors=tuple(moved_tensor(tensor, prefix, steps, base) for tensor in inner.tensors),
+            storages=tuple(moved_storage(s, prefix, steps, base)._replace(record=record.name) for s in inner.storages),
         )
 
     def take_nested(self, name: str, steps: tuple[Key, ...]) -> None:
@@ -187,12 +187,12 @@ def read_programs(out: Package) -> None:
         versions = [schema] if type(schema) is int else fields(schema).values()
         opsets = fields(program.get("opset_version")).items()
         graph = fields(fields(program.get("graph_module")).get("graph"))
-        known = {
+        texts = {
             "schema version": ".".join(str(part) for part in versions if type(part) is int),
             "opset version": ", ".join([f"{text(opset)} {n}" for opset, n in opsets if type(n) is int][:_SHOWN]),
             "nodes": str(len(entries(graph.get("nodes")))) if program else "",
         }
-        facts = tuple((label, value) for label, value in known.items() if value)
+        facts = tuple((label, value) for label, value in texts.items() if value)
         out.parts.append(Part(name, "program", record.size, facts))
         seen += [fact for fact in facts if fact not in seen]
         out.problems += graph_problems(name, program)

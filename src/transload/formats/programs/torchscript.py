@@ -40,27 +40,27 @@ _SCRIPT_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with 
 def read(archive: Archive) -> Checkpoint:
     """Read a TorchScript archive. Its code is searched, never run."""
     out = Program(archive, "torchscript", ("version", "byteorder", ".data/serialization_id"))
-    found = out.problems
+    problems = out.problems
     out.facts = [("operator version" if name == "version" else name, value) for name, value in out.facts]
     version = dict(out.facts).get("operator version")
     if version is None:
-        found.add("zip-no-version", detail="torch.jit.load needs the record `version`")
+        problems.add("zip-no-version", detail="torch.jit.load needs the record `version`")
     elif not version.isdecimal() or int(version[:9]) > MAX_OPERATOR_VERSION:
         detail = f"it says {version[:40]!r}; torch reads up to {MAX_OPERATOR_VERSION}"
-        found.add("zip-bad-version", "version", detail)
+        problems.add("zip-bad-version", "version", detail)
     old = archive.find("data.pkl") is None and archive.find("model.json") is not None
     if old:
         trees = [_read_old(out)]
     else:
-        main = read_pickle(archive, "data.pkl", found, _SCRIPT_IDS)
+        main = read_pickle(archive, "data.pkl", problems, _SCRIPT_IDS)
         main.main = True
         out.pickles.append(main)
         table = storage_table(archive, big_endian=out.big_endian)
         trees = [read_tree(as_torch_save(archive, "data.pkl"), table, separator=".")]
     if not old and archive.find("constants.pkl"):
-        out.pickles.append(read_pickle(archive, "constants.pkl", found, _SCRIPT_IDS))
+        out.pickles.append(read_pickle(archive, "constants.pkl", problems, _SCRIPT_IDS))
         constants = as_torch_save(archive, "constants.pkl")
-        constants.root = Dict([x for i, each in enumerate(_members(constants.root)) for x in (f"CONSTANTS.c{i}", each)])
+        constants.root = Dict([x for i, node in enumerate(_members(constants.root)) for x in (f"CONSTANTS.c{i}", node)])
         # The storages of constants are also numbered from zero, so they get other ids.
         prefix = "constants/"
         table = storage_table(archive, forms=((prefix, ""),), big_endian=out.big_endian)
@@ -72,7 +72,7 @@ def read(archive: Archive) -> Checkpoint:
     names = (name for name in archive.records if name.endswith((".pkl", ".debug_pkl")) and name not in _MAIN)
     others = [name for name in names if not name.startswith("extra/")]
     affordable = [name for name in others if out.affords(archive.records[name])]
-    out.pickles += [read_pickle(archive, name, found, _SCRIPT_IDS) for name in affordable]
+    out.pickles += [read_pickle(archive, name, problems, _SCRIPT_IDS) for name in affordable]
     for name, record in archive.records.items():
         if name.startswith("extra/") and not name.endswith("/"):
             out.parts.append(Part(name, "extra file", record.size))
@@ -80,10 +80,10 @@ def read(archive: Archive) -> Checkpoint:
             out.parts.append(Part(name, "source", record.size))
             if out.affords(record, "code"):
                 raw = out.bytes_of(record, name, MAX_CODE, "its text is not the one that was saved")
-                found += code_problems(name, (raw or b"").decode("utf-8", "replace"))
+                problems += code_problems(name, (raw or b"").decode("utf-8", "replace"))
     if archive.find("constants.pkl") and not any(part.kind == "source" for part in out.parts):
         detail = "`constants.pkl` makes torch take it for a program, but it has no code: a state dict in disguise?"
-        found.add("script-no-code", "code/", detail)
+        problems.add("script-no-code", "code/", detail)
     root = out.pickles[0].root if out.pickles else None
     if type(root) is Call and type(root.callee) is Global:
         out.facts.append(("class", f"{root.callee.module}.{root.callee.name}"[:200]))
@@ -93,10 +93,10 @@ def read(archive: Archive) -> Checkpoint:
         number = root[0] if type(root) is tuple and root and type(root[0]) is int else "unknown"
         out.facts.append(("lite interpreter", f"bytecode version {number}"))
         named_in_it = Counter(word for word in walk_nodes([root]) if type(word) is str and word in OPERATORS)
-        found += _operator_problems(bytecode.name, named_in_it)
+        problems += _operator_problems(bytecode.name, named_in_it)
     for tree in trees:
         out.take_tree(tree, [s for s in tree.storages if old and not s.record])
-    found += check_storages(out.storages, archive)
+    problems += check_storages(out.storages, archive)
     # Storages of the inputs a program was traced with: torch writes empty ones and never reads them.
     samples = [name for name in archive.records if name.startswith(("traced_inputs/", "bytecode/"))]
     out.note_strays({*others, *_MAIN, "model.json", *(part.name for part in out.parts), *samples})
@@ -158,10 +158,10 @@ def code_problems(name: str, code: str) -> list[Problem]:
             symbol = f"{parts[0]}::{parts[1]}"
         if symbol in OPERATORS or symbol == top:
             called[symbol] += 1
-    found = _operator_problems(name, called)
+    problems = _operator_problems(name, called)
     devices = Counter(_DEVICE.findall(code)).most_common(8)
     shown = ", ".join(f'torch.device("{device}") {count}×' for device, count in devices)
-    return [*found, Problem("script-device", name, shown)] if devices else found
+    return [*problems, Problem("script-device", name, shown)] if devices else problems
 
 
 def _operator_problems(where: str, called: Counter[str]) -> list[Problem]:
@@ -193,13 +193,13 @@ def as_torch_save(archive: Archive, name: str) -> Pickle:
     """
     payload = archive.get(name, pickle_machine.MAX_STREAM)
     pickle = pickle_machine.run(payload.data if payload else b"", name=name)
-    odd: dict[int, str] = {}
+    newer: dict[int, str] = {}
     for node in pickle.persistent:
         pid = node.id
         if type(pid) is tuple and len(pid) > 4 and type(pid[1]) is Global and type(pid[4]) is int:
             dtype = _STORAGES.get(pid[1].name)
             if dtype:
-                odd[id(node)] = dtype
+                newer[id(node)] = dtype
                 node.id = (pid[0], UNTYPED, *pid[2:4], pid[4] * ITEMSIZE[dtype])
     for call in pickle.calls:
         callee = call.callee
@@ -213,8 +213,8 @@ def as_torch_save(archive: Archive, name: str) -> Pickle:
                 call.args, call.items = (), first.items
             else:
                 call.args = (first,)
-        elif id(first) in odd and function == "torch._utils._rebuild_tensor_v2" and len(call.args) > 5:
-            call.callee, call.args = REBUILD_V3, (*call.args[:6], Global("torch", odd[id(first)], 0))
+        elif id(first) in newer and function == "torch._utils._rebuild_tensor_v2" and len(call.args) > 5:
+            call.callee, call.args = REBUILD_V3, (*call.args[:6], Global("torch", newer[id(first)], 0))
         elif function == "torch._utils._rebuild_sparse_tensor" and type(first) is int and len(call.args) > 5:
             layout, size, _, *parts = call.args
             words = (f"torch.{_LAYOUTS.get(layout, 'unknown')}",)
@@ -246,16 +246,16 @@ def _read_old(out: Program) -> Tree:
         attributes = as_torch_save(archive, "attributes.pkl")
         for call in attributes.calls:
             if type(call.callee) is Global and call.callee.full_name == "torch.jit._pickle.build_tensor_from_id":
-                known = _at(tensors, call.args[0]) if type(call.args) is tuple and call.args else None
-                if known is not None:
-                    call.callee, call.args = known.callee, known.args
+                tensor = _at(tensors, call.args[0]) if type(call.args) is tuple and call.args else None
+                if tensor is not None:
+                    call.callee, call.args = tensor.callee, tensor.args
         values = _members(attributes.root)
     # Turn the modules into what they would be in today's data.pkl; not by recursion, since JSON may be deeply nested.
     top = Pickle("model.json")
     top.root = _module()
     pending = [(fields(model.get("mainModule")), top.root)]
     while pending:
-        module, made = pending.pop()
+        module, target = pending.pop()
         state: list[object] = []
         for group, key, table in (("parameters", "tensorId", tensors), ("attributes", "id", values)):
             for member in map(fields, entries(module.get(group))):
@@ -264,7 +264,7 @@ def _read_old(out: Program) -> Tree:
             child = _module()
             state += [text(submodule.get("name"), 200), child]
             pending.append((submodule, child))
-        made.states = [Dict(state)]
+        target.states = [Dict(state)]
     return read_tree(top, storage_table(archive, forms=(("", ""),)), separator=".")
 
 

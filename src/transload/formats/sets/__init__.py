@@ -68,8 +68,8 @@ def read(
         noted.add("directory-too-long", "", f"only its first {MAX_ENTRIES:,} entries were looked at")
     if listing.dangling:
         noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {join_names(listing.dangling)}")
-    known = {part.name for part in checkpoint.parts}
-    beside = [] if checkpoint.index else [name for name in checkpoint_files(listing) if name not in known]
+    members = {part.name for part in checkpoint.parts}
+    beside = [] if checkpoint.index else [name for name in checkpoint_files(listing) if name not in members]
     pickles = [*checkpoint.pickles]
     for name in beside[:_MAX_OTHERS]:
         try:
@@ -94,24 +94,24 @@ def read(
 def _describe_unknown(listing: Listing) -> Checkpoint:
     """A directory of no known kind: list what looks like a checkpoint in it, a few levels down."""
     noted = LimitedProblems()
-    found: dict[str, int] = {}
+    candidates: dict[str, int] = {}
     waiting = [listing]
     budget = MAX_ENTRIES
     while waiting and budget > 0:
         here = waiting.pop(0)
         budget -= len(here.files) + len(here.folders) + 1
         if here.prefix and any(kind.matches(here) for kind in _KINDS):
-            found[here.prefix.rstrip("/")] = 0
+            candidates[here.prefix.rstrip("/")] = 0
             continue
-        found |= {here.prefix + name: here.files[name] for name in checkpoint_files(here)}
+        candidates |= {here.prefix + name: here.files[name] for name in checkpoint_files(here)}
         folders = here.folders if here.prefix.count("/") < MAX_DEPTH else ()
         real = [here.prefix + name for name in folders if name not in here.links]  # links may form circles
         waiting += [listed(listing.folder, name, noted) for name in real]
     names = [*(f"{name}/" for name in listing.folders), *listing.files]
     detail = f"it contains {join_names(names, 8)}" if names else "it is empty"
-    if found:
-        detail += f"; these look like checkpoints: {join_names([*found], 8)}"
+    if candidates:
+        detail += f"; these look like checkpoints: {join_names([*candidates], 8)}"
     noted.extend([Problem("directory-unknown", "", detail, fix=() if names else ("Check the path.",))])
     out = Draft(listing.folder.name, "directory", sum(listing.files.values()), noted.problems())
-    out.parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in found.items()]
+    out.parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in candidates.items()]
     return out.checkpoint()

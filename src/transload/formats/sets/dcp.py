@@ -88,13 +88,13 @@ def merge_items(merger: Merger) -> None:
     items: dict[str, list[tuple[str, tuple[int, ...], int, int, bool]]] = {}
     count = 0
     listed: set[str] = set()
-    odd: list[str] = []
+    incomplete: list[str] = []
     for key, value in _pairs(fields.get("storage_data")):
         index, info = _state(key, "MetadataIndex"), _state(value, "StorageInfo")
         path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         file, fqn = relative_path(path), index.get("fqn")
         if path is None or not isinstance(fqn, str):
-            odd.append(short(fqn)[:200])
+            incomplete.append(short(fqn)[:200])
         elif not file:
             merger.note("dcp-path-outside", f"{short(path)[:200]!r} was not opened", METADATA)
         elif type(offset) is int and type(length) is int and min(offset, length) >= 0:
@@ -132,26 +132,26 @@ def merge_items(merger: Merger) -> None:
                 if transformed or looks_like_safetensors(Slice(source, offset, source.size, "")):
                     opaque.append(fqn)
                 elif offset < source.size:
-                    found = merger.read_item(Slice(source, offset, length, f"{part} › {fqn}"))
+                    checkpoint = merger.read_item(Slice(source, offset, length, f"{part} › {fqn}"))
                     # Two items of one file may both call their storage "0".
-                    tensors = merger.merge(part, found, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
+                    tensors = merger.merge(part, checkpoint, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
                     pieces.setdefault(fqn, {})[at] = tensors
             if opaque:
                 merger.note("dcp-transformed", f"{len(opaque):,} entries: {join_names(opaque, 3)}", file)
     # Assemble tensors from their pieces, under their own names; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
     entries = {name: value for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
-    odd += sorted(listed - entries.keys())
+    incomplete += sorted(listed - entries.keys())
     objects = 0
     for name, entry in entries.items():
-        own = pieces.get(name, {})
-        tensor = _assembled(name, _state(entry, "TensorStorageMetadata"), own, merger.noted)
-        whole += [tensor] if tensor else [tensor for tensors in own.values() for tensor in tensors]
+        tensor_pieces = pieces.get(name, {})
+        tensor = _assembled(name, _state(entry, "TensorStorageMetadata"), tensor_pieces, merger.noted)
+        whole += [tensor] if tensor else [tensor for tensors in tensor_pieces.values() for tensor in tensors]
         objects += tensor is None
         if tensor is None and not (name in listed and _is_a(entry, "BytesStorageMetadata")):
-            odd.append(name)
-    if odd:
-        detail = f"{len(odd):,} entries lack a description or a place: {join_names(odd, 3)}"
+            incomplete.append(name)
+    if incomplete:
+        detail = f"{len(incomplete):,} entries lack a description or a place: {join_names(incomplete, 3)}"
         merger.note("dcp-metadata-invalid", detail, METADATA)
     elif not entries and any(files[name] for name in ranks):
         merger.note("dcp-metadata-invalid", "it lists nothing, but the files of the ranks are not empty", METADATA)
@@ -189,7 +189,7 @@ def _size(node: object) -> tuple[int, ...] | None:
 
 
 def _assembled(
-    name: str, fields: dict[str, object], found: dict[tuple[int, ...], list[Tensor]], noted: LimitedProblems
+    name: str, fields: dict[str, object], pieces: dict[tuple[int, ...], list[Tensor]], noted: LimitedProblems
 ) -> Tensor | None:
     """A tensor that ``.metadata`` describes: its only piece under the name of the tensor, or all pieces as parts."""
     shape, raw = _size(fields.get("size")), fields.get("chunks")
@@ -202,12 +202,12 @@ def _assembled(
     dtype = first.name if isinstance(first, Global) and first.module == "torch" else "unknown"
     parts: list[Tensor] = []
     count = numel = 0
-    for chunk in (_state(each, "ChunkStorageMetadata") for each in raw):
+    for chunk in (_state(entry, "ChunkStorageMetadata") for entry in raw):
         at, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         if at is None or sizes is None:
             continue
         count, numel = count + 1, numel + prod(sizes)
-        for part in found.get(at, ())[:1]:
+        for part in pieces.get(at, ())[:1]:
             parts.append(part._replace(path=(name, *at), start=at))
             if (part.dtype, part.shape) != (dtype, sizes):
                 detail = f"{part.dtype} {list(part.shape)} where .metadata says {dtype} {list(sizes)}"

@@ -32,8 +32,8 @@ def matches(listing: Listing) -> bool:
 
 def _ranks(listing: Listing) -> list[tuple[str, str, int]]:
     """DeepSpeed's files in a folder: the name, the kind and the rank of each."""
-    found = ((name, kind, form.fullmatch(name)) for name in listing.files for kind, form in _FILES)
-    return [(name, kind, int(match[1])) for name, kind, match in found if match]
+    matches = ((name, kind, form.fullmatch(name)) for name in listing.files for kind, form in _FILES)
+    return [(name, kind, int(match[1])) for name, kind, match in matches if match]
 
 
 def read(merger: Merger) -> Checkpoint:
@@ -57,8 +57,8 @@ def read(merger: Merger) -> Checkpoint:
     if not kinds:
         merger.note("directory-unknown", "a DeepSpeed directory without any rank's file")
     stage = "3" if "partitioned model" in kinds else "1 or 2" if "optimizer states" in kinds else "0"
-    found = kinds.get("optimizer states") or kinds.get("partitioned model") or kinds.get("model states") or ()
-    merger.facts += [("ZeRO stage", stage), ("ranks found", f"{len(found):,}")]
+    ranks = kinds.get("optimizer states") or kinds.get("partitioned model") or kinds.get("model states", set())
+    merger.facts += [("ZeRO stage", stage), ("ranks found", f"{len(ranks):,}")]
     if "zero_to_fp32.py" in top.files:
         script = "zero_to_fp32.py joins the weights, and can do anything"
         merger.facts.append(("script", script))

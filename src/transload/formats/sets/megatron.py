@@ -50,10 +50,10 @@ def _merge(merger: Merger) -> None:
     # Folders ``mp_rank_TT_PPP``, each with one rank's files.
     ranks: set[tuple[int, ...]] = set()
     for folder in listing.folders:
-        found = _RANK.fullmatch(folder)
-        if not found:
+        match = _RANK.fullmatch(folder)
+        if not match:
             continue
-        ranks.add(tuple(int(number) for number in found.groups() if number is not None))
+        ranks.add(tuple(int(number) for number in match.groups() if number is not None))
         inner = listed(listing.folder, listing.prefix + folder, merger.noted)
         files = [name for name in inner.files if name.endswith(".pt")]
         if not files and not inner.cut:

@@ -76,16 +76,16 @@ def read_index(merger: Merger, index: str) -> Checkpoint:
         if total is not None and total not in (tensors, storages):
             noted.add("index-total-size", "", f"the index says {total:,} bytes, the tensors take {tensors:,}")
         # Tensors that are in two shards, or not in the index.
-        names = Counter(each.name for each in merger.tensors)
+        names = Counter(tensor.name for tensor in merger.tensors)
         twice = [*(names - Counter(names.keys())).elements()]
         unlisted = sorted(names.keys() - weights.keys())
-        for code, odd in (("shard-tensor-twice", twice), ("shard-tensor-unlisted", unlisted)):
-            if odd:
-                noted.add(code, "", f"{plural(len(odd), 'tensor')}: {join_names(odd, 3)}")
+        for code, doubtful in (("shard-tensor-twice", twice), ("shard-tensor-unlisted", unlisted)):
+            if doubtful:
+                noted.add(code, "", f"{plural(len(doubtful), 'tensor')}: {join_names(doubtful, 3)}")
     # Shards that the index does not name: either they or the index are left over from another save.
-    families = {found.group("stem", "suffix") for shard in shards if (found := SHARD_NAME.fullmatch(shard))}
+    families = {match.group("stem", "suffix") for shard in shards if (match := SHARD_NAME.fullmatch(shard))}
     others = [(name, SHARD_NAME.fullmatch(name)) for name in listing.files if name not in shards]
-    strays = [name for name, found in others if found and found.group("stem", "suffix") in families]
+    strays = [name for name, match in others if match and match.group("stem", "suffix") in families]
     if strays:
         noted.add("shard-stray", "", f"{len(strays):,} files: {join_names(strays, 3)}")
     merger.parts.append(Part(index, "index", nbytes, role="index"))
@@ -116,14 +116,14 @@ def read_weight_map(source: Source, noted: LimitedProblems) -> tuple[dict[str, s
         if not noted.has("index-invalid"):
             noted.add("index-invalid", name, "it has no weight_map")
         return {}, None
-    odd = [key for key, value in raw.items() if type(value) is not str]
-    if odd:
-        noted.add("index-invalid", f"{name} › weight_map", f"no file name for {join_names(odd)}")
+    unplaced = [key for key, value in raw.items() if type(value) is not str]
+    if unplaced:
+        noted.add("index-invalid", f"{name} › weight_map", f"no file name for {join_names(unplaced)}")
     metadata = fields.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     # Some writers give it as a float.
-    known = int(total) if isinstance(total, int | float) and 0 <= total < 1 << 63 else None
-    return {key: value for key, value in raw.items() if type(value) is str}, known
+    nbytes = int(total) if isinstance(total, int | float) and 0 <= total < 1 << 63 else None
+    return {key: value for key, value in raw.items() if type(value) is str}, nbytes
 
 
 def numbered_shards(listing: Listing) -> dict[tuple[str, str, int], dict[int, str]]:
@@ -135,10 +135,10 @@ def numbered_shards(listing: Listing) -> dict[tuple[str, str, int], dict[int, st
     """
     families: dict[tuple[str, str, int], dict[int, str]] = {}
     for name in listing.files:
-        found = SHARD_NAME.fullmatch(name)
-        if found and found["suffix"] in _WEIGHT_SUFFIXES:
-            key = (found["stem"], found["suffix"], int(found["total"]))
-            families.setdefault(key, {})[int(found["number"])] = name
+        match = SHARD_NAME.fullmatch(name)
+        if match and match["suffix"] in _WEIGHT_SUFFIXES:
+            key = (match["stem"], match["suffix"], int(match["total"]))
+            families.setdefault(key, {})[int(match["number"])] = name
     return families
 
 

@@ -27,8 +27,8 @@ def matches(listing: Listing) -> bool:
 
 
 def _main(listing: Listing) -> str:
-    found = checkpoint_files(listing)
-    return next((name for name in _USUAL_NAMES if name in listing.files), found[0] if len(found) == 1 else "")
+    files = checkpoint_files(listing)
+    return next((name for name in _USUAL_NAMES if name in listing.files), files[0] if len(files) == 1 else "")
 
 
 def read(merger: Merger) -> Checkpoint:

@@ -51,12 +51,12 @@ def read(merger: Merger) -> Checkpoint:
     inside = len(listing.folders) == 1 and not listing.files and listing.folders[0] not in listing.links
     below = listing.folders[0] if inside else ""
     archive = open_archive(listing.folder, below)
-    found: Checkpoint = import_module(f"transload.formats.{archive_format(archive) or 'torch_zip'}").read(archive)
+    checkpoint: Checkpoint = import_module(f"transload.formats.{archive_format(archive) or 'torch_zip'}").read(archive)
     prefix = f"{below}/" if below else ""
-    storages = tuple(s._replace(file=f"{prefix}{s.record}" if s.record else "") for s in found.storages)
-    kind = "torch-directory" if found.format == "torch-zip" else found.format
-    facts = (*found.facts, ("unpacked", "yes"))
-    return replace(found, format=kind, storages=storages, facts=facts, index=f"{prefix}data.pkl")
+    storages = tuple(s._replace(file=f"{prefix}{s.record}" if s.record else "") for s in checkpoint.storages)
+    kind = "torch-directory" if checkpoint.format == "torch-zip" else checkpoint.format
+    facts = (*checkpoint.facts, ("unpacked", "yes"))
+    return replace(checkpoint, format=kind, storages=storages, facts=facts, index=f"{prefix}data.pkl")
 
 
 def open_archive(folder: Folder, below: str = "") -> Archive:
