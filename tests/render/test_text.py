@@ -23,7 +23,7 @@ pytorch_model.bin
   integrity   unchecked: every tensor has its bytes; there are no checksums to compare
   loading     Without CUDA torch.load fails; map_location="cpu" loads it.
 
-· every tensor is tagged cuda:0  cuda-tags
+· every tensor is tagged cuda:0  [cuda-tags]
     291 tensors
   → do this
 

@@ -243,7 +243,7 @@ def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
     order = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
     for finding in order[:_FINDINGS]:
         role, sign = SEVERITY[finding.severity]
-        title = ((printable(finding.title, None), "strong"), (f"  {finding.code}", "dim"))
+        title = ((printable(finding.title, None), "strong"), (f"  [{finding.code}]", "dim"))
         blocks: list[Block] = [Prose(title, lead=((f"{sign} ", role),))]
         blocks += [Prose(printable(text, 400), lead=_INDENT) for text in finding.evidence[:_EVIDENCE]]
         if len(finding.evidence) > _EVIDENCE:

@@ -49,7 +49,7 @@ def fragment(checkpoint: Contents) -> Iterator[str]:
     yield "</dl>"
     order = sorted(checkpoint.findings, key=lambda finding: SEVERITIES.index(finding.severity))
     for finding in order[:_FINDINGS]:
-        title = f"<b>{_safe(finding.title, None)}</b> {_dim(printable(finding.code), 'span')}"
+        title = f"<b>{_safe(finding.title, None)}</b> {_dim(f'[{printable(finding.code)}]', 'span')}"
         yield f'<div class="tl-finding tl-{SEVERITY[finding.severity][0]}"><div>{title}</div>'
         yield from (f"<div>{_safe(text, 400)}</div>" for text in finding.evidence[:_EVIDENCE])
         yield _more(len(finding.evidence) - _EVIDENCE)
