@@ -98,6 +98,16 @@ def test_directory_without_a_checkpoint_is_an_error_that_names_its_files(tmp_pat
         assert (error.errno, str(error)) == (errno.EISDIR, str(raised.value))
 
 
+def test_web_page_in_place_of_a_shard_is_the_same_error_by_directory_and_by_index(tmp_path: Path) -> None:
+    (tmp_path / "model-00001-of-00001.safetensors").write_text("<html><title>Sign in</title></html>")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "model-00001-of-00001.safetensors"}}')
+    for path in (tmp_path, index):
+        with pytest.raises(NotACheckpointError, match="a web page") as raised:
+            load(path)
+        assert type(raised.value) is NotACheckpointError  # the directory itself is one
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 def test_distributed_checkpoint_directory_is_refused_with_the_convert_command(tmp_path: Path) -> None:
     from torch.distributed import checkpoint as dcp

@@ -188,12 +188,13 @@ _NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
 
 def refuse_broken(checkpoint: Checkpoint) -> None:
     """Raise if the file is not a checkpoint, or so damaged that tensors would be lost or wrong."""
+    codes = codes_of(checkpoint)
     if checkpoint.integrity == "not-a-checkpoint":
-        folder = os.path.isdir(checkpoint.path)
+        folder = "directory-unknown" in codes
         kind = NotACheckpointDirectoryError if folder else NotACheckpointError
         raise _refusal(kind, checkpoint, {"not-a-checkpoint"})
     broken = set()
-    for code in codes_of(checkpoint) - _WARNED:
+    for code in codes - _WARNED:
         rule = rule_of(code)
         damaged = rule.severity == "error" and rule.integrity in ("damaged", "not-a-checkpoint")
         if code in _NOT_WHOLE or (damaged and code not in _HARMLESS):
