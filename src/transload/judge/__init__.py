@@ -75,7 +75,7 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
         findings=tuple(findings),
     )
     if judged.safety == "dangerous":  # nobody should allow anything in it
-        cut = (replace(found, fix=()) if found.code in _NEED_TRUST else found for found in judged.findings)
+        cut = (replace(item, fix=()) if item.code in _NEED_TRUST else item for item in judged.findings)
         judged = replace(judged, findings=tuple(cut))
     if judged.findings:
         from transload.judge.problems import with_commands
@@ -109,15 +109,15 @@ def _judge_apart(checkpoint: Checkpoint, names: Judgement, load: str) -> Judgeme
     from transload.judge.safety import holds_records, judge_pickles
 
     kinds = {part.name: part.kind for part in checkpoint.parts}
-    own: list[Pickle] = []
+    needed: list[Pickle] = []
     apart: dict[str, list[Pickle]] = {}
     for pickle in checkpoint.pickles:
         file = pickle.name.partition(" › ")[0]
         kind = kinds.get(file)
         is_apart = kind == "index" or (kind == "beside the checkpoint" and not pickle.main)
-        (apart.setdefault(file, []) if is_apart else own).append(pickle)
+        (apart.setdefault(file, []) if is_apart else needed).append(pickle)
     untrusted = [file for file, pickles in apart.items() if not holds_records(pickles)]
-    judged = _judge_pickles(own, load)
+    judged = _judge_pickles(needed, load)
     if not untrusted:
         return judged._replace(globals=names.globals)
     others = judge_pickles(pickle for file in untrusted for pickle in apart[file])

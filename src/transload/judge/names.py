@@ -18,16 +18,17 @@ from functools import cache
 
 from transload.findings import packaged
 from transload.nodes import PURPOSES
+from transload.steps import sections
 
 
 @cache
 def tables(page: str) -> dict[str, dict[str, str]]:
     """The sections of a page of this package: for each name in them, what its row says about it."""
-    found: dict[str, dict[str, str]] = {}
-    for title, *rows in (section.split("\n- ") for section in packaged(__package__, f"{page}.md").split("\n## ")[1:]):
-        parts = (row.rpartition(":") for row in rows)
-        found[title.partition("\n")[0]] = {name: text for text, _, names in parts for name in names.split()}
-    return found
+    out: dict[str, dict[str, str]] = {}
+    for title, section in sections(packaged(__package__, f"{page}.md")):
+        rows = (row.rpartition(":") for row in section.split("\n- ")[1:])
+        out[title] = {name: text for text, _, names in rows for name in names.split()}
+    return out
 
 
 _TABLES = tables("names")
@@ -131,8 +132,8 @@ def may_be_function(module: str, name: str) -> bool:
     >>> may_be_function("nets.blocks", "make"), may_be_function("nets.blocks", "Block"), may_be_function("math", "cos")
     (True, False, False)
     """
-    known = _is_core(module) or module.partition(".")[0] in _LIBRARIES
-    return not known and not _is_class(name.rpartition(".")[2])
+    in_known_package = _is_core(module) or module.partition(".")[0] in _LIBRARIES
+    return not in_known_package and not _is_class(name.rpartition(".")[2])
 
 
 def _is_core(module: str) -> bool:
@@ -173,8 +174,8 @@ def is_dangerous(module: str, name: str) -> str:
     last = name.rpartition(".")[2]
     if _is_core(module):
         full = f"{module}.{name}"
-        known = _is_part(module, name) or full in _TABLES["packaged programs"] or full in _HARMLESS or full in _DATA
-        return "" if known else _dangerous_component(module, last)
+        allowed = _is_part(module, name) or full in _TABLES["packaged programs"] or full in _HARMLESS or full in _DATA
+        return "" if allowed else _dangerous_component(module, last)
     library = module.partition(".")[0] in _TABLES["libraries"]
     return "reads, runs or fetches what it is given" if library and last.lstrip("_").startswith(_VERBS) else ""
 

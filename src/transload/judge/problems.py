@@ -35,10 +35,10 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
 
     A command that would have nothing to do is left out, too, with the sentence before it.
     """
-    found = list(checkpoint.findings)
+    findings = list(checkpoint.findings)
     given: set[str] = set()
-    for index in sorted(range(len(found)), key=lambda index: SEVERITIES.index(found[index].severity)):
-        finding = found[index]
+    for index in sorted(range(len(findings)), key=lambda index: SEVERITIES.index(findings[index].severity)):
+        finding = findings[index]
         fix = finding.fix
         if fix and finding.code == "needs-trust" and (command := convert_command(checkpoint)):
             fix = (*fix, WITHOUT_CODE, command)
@@ -54,8 +54,8 @@ def with_commands(checkpoint: Checkpoint) -> tuple[Finding, ...]:
                 new.append(line)
                 given.add(line)
         if tuple(new) != finding.fix:
-            found[index] = replace(finding, fix=tuple(new))
-    return tuple(found)
+            findings[index] = replace(finding, fix=tuple(new))
+    return tuple(findings)
 
 
 def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def rules() -> dict[str, ProblemRule]:
     """
     from transload.steps import listed, sections
 
-    found: dict[str, ProblemRule] = {}
+    by_code: dict[str, ProblemRule] = {}
     for code, text in sections(manual_page("findings")):
         head = _HEAD.match(text)
         if head is None:
@@ -133,8 +133,8 @@ def rules() -> dict[str, ProblemRule]:
         fix = next((listed(block) for block in text.strip().split("\n\n") if block.startswith("- ")), ())
         effects: dict[str, Any] = dict(_EFFECT.findall(text))
         severity: Any = head["severity"]
-        found[code] = ProblemRule(head["title"], severity, fix=fix, **effects)
-    return found
+        by_code[code] = ProblemRule(head["title"], severity, fix=fix, **effects)
+    return by_code
 
 
 # Problems that the problem before the colon explains.
@@ -214,8 +214,8 @@ def codes_of(checkpoint: Checkpoint) -> set[str]:
 
 def load_warning(checkpoint: Checkpoint) -> str:
     """The warning about damage that does not prevent loading; empty if there is none."""
-    found = [finding for finding in checkpoint.findings if finding.code in _WARNED]
-    return "; ".join(sentence_of(finding) for finding in found)
+    warned = [finding for finding in checkpoint.findings if finding.code in _WARNED]
+    return "; ".join(sentence_of(finding) for finding in warned)
 
 
 def _refusal(kind: type[TransloadError], checkpoint: Checkpoint, codes: set[str]) -> TransloadError:

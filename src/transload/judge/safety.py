@@ -97,9 +97,9 @@ def check_call(name: str, call: Call) -> Complaint:
     for state in call.states or ():  # BUILD on the result
         if name == "collections.OrderedDict":
             keys = state.items[: 2 * _MAX_ITEMS : 2] if type(state) is Dict else [None]
-            odd = [key for key in keys if key != "_metadata"]
-            if odd:  # a key such as "items" shadows the method of that name
-                return "needs-trust", f"an OrderedDict is given the attribute {short(odd[0])[:60]!r}"
+            others = [key for key in keys if key != "_metadata"]
+            if others:  # a key such as "items" shadows the method of that name
+                return "needs-trust", f"an OrderedDict is given the attribute {short(others[0])[:60]!r}"
             if len(keys) == _MAX_ITEMS:
                 return "needs-trust", "an OrderedDict is given more attributes than it can have"
             continue
@@ -142,19 +142,13 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
     if name == "torch.Size":
         fine = not args or (count == 1 and type(first) is tuple and len(first) <= _MAX_ITEMS)
         fine = fine and all(type(a) is int for a in first or ())
-        return (
-            None
-            if fine
-            else ("needs-trust", f"a torch.Size is made from something other than up to {_MAX_ITEMS} integers")
-        )
+        wanted = f"up to {_MAX_ITEMS} integers"
+        return None if fine else ("needs-trust", f"a torch.Size is made from something other than {wanted}")
     if name == "torch.device":
         fine = 1 <= count <= 2 and type(first) in (str, int) and all(type(a) is int for a in args[1:])
         fine = fine and (type(first) is int or first.partition(":")[0].isidentifier())
-        return (
-            None
-            if fine
-            else ("needs-trust", "a torch.device is made from something other than a device type and an index")
-        )
+        wanted = "a device type and an index"
+        return None if fine else ("needs-trust", f"a torch.device is made from something other than {wanted}")
     if name == "torch.serialization._get_layout":
         fine = count == 1 and first in _LAYOUTS
         return None if fine else ("needs-trust", "a tensor layout that torch does not have")
@@ -288,83 +282,28 @@ class _Judge:
     def read(self, pickle: Pickle, depth: int = 0) -> None:
         """Go through one pickle, and those inside it."""
         self.kept.append(pickle)
-        known: dict[int, _Use] = {}
-        for node in pickle.globals.values():
-            key = names.canonical(node.module, node.name)
-            known[id(node)] = use = self.count(*key, pickle, node.count)
-            if key != (node.module, node.name):
-                use.spelling = node.full_name
-                # From protocol 3 on Python does not translate old names, and would import whatever has that name today.
-                # And torch.load translates torch.tensor only with weights_only=False.
-                if pickle.protocol > 2 or node.module == "torch.tensor":
-                    self.count(node.module, node.name, pickle, node.count)
-        for known_use, count, purpose in (  # the reader has checked each of their calls
-            (pickle.loader, len(pickle.persistent), "makes the storage of a tensor from bytes in the pickle"),
-            (pickle.wrapper, len(pickle.raw), "announces a numpy array, whose bytes follow in the joblib file"),
-        ):
-            if known_use is not None:
-                key = (known_use.module, known_use.name)
-                use = self.excused.setdefault(key, _Use(*key, pickle.name))
-                use.verdict, use.purpose = "data", purpose
-                use.imported += known_use.count
-                use.called += count
+        uses = self.count_names(pickle)
         inside: list[Pickle] = []
         ordinary = ordinary_names(pickle)
         for call in pickle.calls:
             callee = call.callee
             if type(callee) is Persistent:
                 callee = _class_of(callee)
-            if type(callee) is not Global:  # not a name in the file
-                if _is_newobj_ex(callee):
-                    self.unloadable = self.unloadable or "makes objects with keyword arguments"
-                elif (inner := _inner_name(callee)) and (
-                    call.kind in ("newobj", "newobj_ex")
-                    or self.getattr_allowed
-                    or (call.kind == "reduce" and names.can_be_allowed(*inner))
-                ):
-                    self.inner_names.add(inner)
-                elif call.kind == "stack_global":
-                    self.complain("dangerous", "it asks for a name that it computes", pickle, call.position)
-                elif type(callee) in (Call, Extension):
-                    self.complain("dangerous", "it calls something it has computed", pickle, call.position)
-                else:
-                    self.complain("unknown", "it calls something that is not a function", pickle, call.position)
+            if type(callee) is not Global:
+                self.judge_unnamed(callee, call, pickle)
                 continue
-            use = known.get(id(callee)) or self.count(*names.canonical(callee.module, callee.name), pickle, 0)
+            use = uses.get(id(callee)) or self.count(*names.canonical(callee.module, callee.name), pickle, 0)
             use.called += 1
             if call.states:
                 use.built += 1
             if is_ordinary_call(call, *ordinary):
                 continue
-            if use.verdict == "data":
-                complaint = check_call(use.full_name, call)
-                if complaint:
-                    self.complain(*complaint, pickle, call.position)
-                continue
-            if call.items or call.appended:
-                self.unloadable = self.unloadable or "puts items into something that is not a plain dictionary or list"
-            if use.full_name == "builtins.getattr" and not _plain_getattr(call):
-                self.complain("dangerous", "it reaches into objects by name", pickle, call.position)
-            elif use.full_name == "builtins.type" and not (type(call.args) is tuple and len(call.args) == 1):
-                self.complain("dangerous", "it makes a class", pickle, call.position)
-            elif call.states and any(self.sets_dunder(state) for state in call.states):
-                self.complain("dangerous", "it sets a double-underscore attribute on an object", pickle, call.position)
+            complaint = check_call(use.full_name, call) if use.verdict == "data" else self.check_other(use, call)
+            if complaint:
+                self.complain(*complaint, pickle, call.position)
             if use.verdict == "dangerous" and use.purpose.startswith("loads another"):
                 inside += self.nested(call, pickle, depth)
-        for target, _ in pickle.built:  # BUILD, or items, on something that the pickle did not make
-            changed = _class_of(target) if type(target) is Persistent else target
-            if type(changed) is Global:
-                # Attributes of a class or function outlive the load, and a dotted name can read them.
-                text = f"it changes {full_name(changed)} itself, for the whole process"
-                self.complain("dangerous", text, pickle, pickle.start)
-                self.count(*names.canonical(changed.module, changed.name), pickle, 0).built += 1
-            elif type(changed) is Extension:
-                self.complain("dangerous", "it changes an object it names only by number", pickle, pickle.start)
-            elif type(changed) is Call:
-                self.complain("dangerous", "it changes something it has computed", pickle, pickle.start)
-            else:
-                text = f"it sets attributes on a {type(target).__name__.lower()}, which has none"
-                self.complain("unknown", text, pickle, pickle.start)
+        self.judge_changes(pickle)
         ids = [node.id for node in pickle.persistent if type(node.id) is tuple and len(node.id) > 1]
         if any(pid[0] in ("module", b"module") or type(pid[0]) is Global for pid in ids):
             self.unloadable = self.unloadable or "keeps modules with their source, as the older format does"
@@ -373,6 +312,76 @@ class _Judge:
             self.complain("dangerous", text, pickle, pickle.start)
         for stream in reversed(inside):
             self.read(stream, depth + 1)
+
+    def count_names(self, pickle: Pickle) -> dict[int, _Use]:
+        """Count the names in a pickle; the uses, by the ids of their nodes."""
+        uses: dict[int, _Use] = {}
+        for node in pickle.globals.values():
+            key = names.canonical(node.module, node.name)
+            uses[id(node)] = use = self.count(*key, pickle, node.count)
+            if key != (node.module, node.name):
+                use.spelling = node.full_name
+                # From protocol 3 on Python does not translate old names, and would import whatever has that name today.
+                # And torch.load translates torch.tensor only with weights_only=False.
+                if pickle.protocol > 2 or node.module == "torch.tensor":
+                    self.count(node.module, node.name, pickle, node.count)
+        for excused, called, purpose in (  # the reader has checked each of their calls
+            (pickle.loader, len(pickle.persistent), "makes the storage of a tensor from bytes in the pickle"),
+            (pickle.wrapper, len(pickle.raw), "announces a numpy array, whose bytes follow in the joblib file"),
+        ):
+            if excused is not None:
+                key = (excused.module, excused.name)
+                use = self.excused.setdefault(key, _Use(*key, pickle.name))
+                use.verdict, use.purpose = "data", purpose
+                use.imported += excused.count
+                use.called += called
+        return uses
+
+    def judge_unnamed(self, callee: object, call: Call, pickle: Pickle) -> None:
+        """Judge a call of something that is not a name in the file."""
+        if _is_newobj_ex(callee):
+            self.unloadable = self.unloadable or "makes objects with keyword arguments"
+        elif (inner := _inner_name(callee)) and (
+            call.kind in ("newobj", "newobj_ex")
+            or self.getattr_allowed
+            or (call.kind == "reduce" and names.can_be_allowed(*inner))
+        ):
+            self.inner_names.add(inner)
+        elif call.kind == "stack_global":
+            self.complain("dangerous", "it asks for a name that it computes", pickle, call.position)
+        elif type(callee) in (Call, Extension):
+            self.complain("dangerous", "it calls something it has computed", pickle, call.position)
+        else:
+            self.complain("unknown", "it calls something that is not a function", pickle, call.position)
+
+    def check_other(self, use: _Use, call: Call) -> Complaint:
+        """What is wrong with a call of a name that is not data, besides the name."""
+        if call.items or call.appended:
+            self.unloadable = self.unloadable or "puts items into something that is not a plain dictionary or list"
+        if use.full_name == "builtins.getattr" and not _plain_getattr(call):
+            return "dangerous", "it reaches into objects by name"
+        if use.full_name == "builtins.type" and not (type(call.args) is tuple and len(call.args) == 1):
+            return "dangerous", "it makes a class"
+        if any(map(self.sets_dunder, call.states or ())):
+            return "dangerous", "it sets a double-underscore attribute on an object"
+        return None
+
+    def judge_changes(self, pickle: Pickle) -> None:
+        """Judge BUILD, and items, on something that the pickle did not make."""
+        for target, _ in pickle.built:
+            changed = _class_of(target) if type(target) is Persistent else target
+            level: Safety = "dangerous"
+            if type(changed) is Global:
+                # Attributes of a class or function outlive the load, and a dotted name can read them.
+                text = f"it changes {full_name(changed)} itself, for the whole process"
+                self.count(*names.canonical(changed.module, changed.name), pickle, 0).built += 1
+            elif type(changed) is Extension:
+                text = "it changes an object it names only by number"
+            elif type(changed) is Call:
+                text = "it changes something it has computed"
+            else:
+                level, text = "unknown", f"it sets attributes on a {type(target).__name__.lower()}, which has none"
+            self.complain(level, text, pickle, pickle.start)
 
     def sets_dunder(self, state: object) -> bool:
         """Whether a state sets dunder attributes, such as ``__class__``, which replaces the class.
@@ -388,7 +397,7 @@ class _Judge:
 
     def nested(self, call: Call, pickle: Pickle, depth: int) -> list[Pickle]:
         """The pickles that a call passes to a loader. The call is dangerous anyway; they show what it would do."""
-        found: list[Pickle] = []
+        pickles: list[Pickle] = []
         skipped = False
         arguments: list[Any] = []
         for node in call.args[:_MAX_ARGUMENTS] if type(call.args) is tuple else ():
@@ -412,14 +421,14 @@ class _Judge:
                 skipped = True
                 continue
             data = payload.encode("latin-1", "replace") if isinstance(payload, str) else bytes(payload)
-            found += _streams(data, f"{pickle.name} › nested".removeprefix(" › "))
-        for inner in found:
+            pickles += _streams(data, f"{pickle.name} › nested".removeprefix(" › "))
+        for inner in pickles:
             if inner.ambiguous:
                 at, text = inner.ambiguous[0]
                 self.complain("dangerous", text, inner, at)
         if skipped:
             self.complain("unknown", "it contains more nested pickles than are read", pickle, call.position)
-        return found
+        return pickles
 
     def result(self, load: str) -> Judgement:
         """The verdict on all pickles."""
@@ -430,29 +439,27 @@ class _Judge:
             excused = self.uses[_GETATTR]
             excused.verdict = "unknown"
             excused.purpose = "an enumeration member or a method, looked up by name on another object in the file"
-        used = tuple(
+        uses = tuple(
             GlobalUse(*key, its.verdict, its.purpose, its.imported, its.called, its.built, its.spelling, its.stream)
             for key, its in {**self.excused, **self.uses}.items()
         )
-        dangerous = [use for use in used if use.verdict == "dangerous"]
-        trust = [use for use in used if use.verdict in ("unknown", "harmless")]
-        if dangerous:
-            levels.append("dangerous")
-        if trust:
-            levels.append("needs-trust")
-        plain = bool(trust) and are_plain(self.kept)
-        as_data = worst_safety(*levels) == "needs-trust" and not self.complaints and plain
+        dangerous = [use for use in uses if use.verdict == "dangerous"]
+        refused = [use for use in uses if use.verdict in ("unknown", "harmless")]
+        levels += ["dangerous"] if dangerous else []
+        levels += ["needs-trust"] if refused else []
+        plain = bool(refused) and are_plain(self.kept)
+        as_data = plain and not dangerous and not self.complaints
         if as_data:  # these names only make plain values, which ``transload.load`` makes without importing them
             with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
-            found = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
-            as_data = {use.full_name for use in trust} <= {*names.PLAIN_VALUES, *names.ALSO_DATA, *found}
+            getattr_name = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
+            as_data = {use.full_name for use in refused} <= {*names.PLAIN_VALUES, *names.ALSO_DATA, *getattr_name}
         findings = []
         if dangerous:
             evidence = []
             for use in dangerous:
-                uses = [f"called {use.called}×"] if use.called else []
-                uses += [f"built {use.built}×"] if use.built else []
-                evidence.append(f"{use.full_name}: {use.purpose} ({', '.join(uses) or 'imported only'})")
+                counts = [f"called {use.called}×"] if use.called else []
+                counts += [f"built {use.built}×"] if use.built else []
+                evidence.append(f"{use.full_name}: {use.purpose} ({', '.join(counts) or 'imported only'})")
             title = f"loading it would run {len(dangerous)} dangerous function{'s' if len(dangerous) > 1 else ''}"
             shown = first_lines(evidence, _MAX_EVIDENCE)
             findings.append(Finding("dangerous-globals", "error", title, shown, (DO_NOT_LOAD,)))
@@ -460,38 +467,47 @@ class _Judge:
             texts = [f"{text} ({where})" for text, (safety, where) in self.complaints.items() if safety == level]
             if texts:
                 findings.append(Finding(code, severity, title, first_lines(texts, _MAX_EVIDENCE)))
-        if trust:
-            groups: dict[str, list[str]] = {}
-            for use in trust:
-                groups.setdefault(use.purpose, []).append(use.full_name)
-            evidence = [f"{', '.join(same)}: {purpose}" for purpose, same in groups.items()]
-            if self.inner_names:
-                inside = [f"{module}.{name}" for module, name in sorted(self.inner_names)[:_MAX_EVIDENCE]]
-                evidence.append(f"{', '.join(inside)}: called, found inside a class named above"[:_MAX_WORDING])
-            if as_data:
-                evidence.append("transload.load needs no trust for them: it makes them itself, as data")
-            names_in_it, them = ("1 name", "it") if len(trust) == 1 else (f"{len(trust)} names", "them")
-            title = f"{load} refuses {names_in_it} in it unless you allow {them}"
-            fixes: tuple[str, ...] = ()
-            why_none, unloadable = "", self.unloadable
-            if load == "transload.load" and not plain:
-                unloadable = "holds a numpy array of objects or records"
+        if refused:
+            numbered, them = ("1 name", "it") if len(refused) == 1 else (f"{len(refused)} names", "them")
+            title = f"{load} refuses {numbered} in it unless you allow {them}"
+            fix: tuple[str, ...] = ()
             if as_data and load == "transload.load":
-                title = f"it asks for {names_in_it} beyond those of plain checkpoints"
-            elif unloadable and not dangerous:
-                why_none = f"Allowing the names is not enough: it {unloadable}, which weights_only=True never loads."
+                title = f"it asks for {numbered} beyond those of plain checkpoints"
             elif not dangerous:
-                fixes = safe_globals_lines(trust, sorted(self.inner_names), load)
-                refused = [use.full_name for use in trust if not _is_allowed(use.module, use.name)]
-                named = bool(refused) and all(map(str.isidentifier, refused[0].split(".")))
-                if not fixes and named and not any(pickle.broken for pickle in self.kept):
-                    first = refused[0][:_MAX_WORDING] + (f" and {len(refused) - 1} more" if len(refused) > 1 else "")
-                    why_none = f"There is no line to allow {first}: it is not known to be data or part of a model."
-            if why_none:
-                resave = "If you trust its author, load it with weights_only=False and save it again as a state dict."
-                fixes = (why_none, resave)
-            findings.append(Finding("needs-trust", "warning", title, first_lines(evidence, _MAX_EVIDENCE), fixes))
-        return Judgement(worst_safety(*levels), used, tuple(findings), tuple(sorted(self.inner_names)), as_data)
+                fix = self.trust_fix(refused, load, plain=plain)
+            shown = self.refused_evidence(refused, as_data=as_data)
+            findings.append(Finding("needs-trust", "warning", title, shown, fix))
+        return Judgement(worst_safety(*levels), uses, tuple(findings), tuple(sorted(self.inner_names)), as_data)
+
+    def refused_evidence(self, refused: list[GlobalUse], *, as_data: bool) -> tuple[str, ...]:
+        """The names that torch refuses, by purpose."""
+        groups: dict[str, list[str]] = {}
+        for use in refused:
+            groups.setdefault(use.purpose, []).append(use.full_name)
+        evidence = [f"{', '.join(same)}: {purpose}" for purpose, same in groups.items()]
+        if self.inner_names:
+            inside = [f"{module}.{name}" for module, name in sorted(self.inner_names)[:_MAX_EVIDENCE]]
+            evidence.append(f"{', '.join(inside)}: called, found inside a class named above"[:_MAX_WORDING])
+        if as_data:
+            evidence.append("transload.load needs no trust for them: it makes them itself, as data")
+        return first_lines(evidence, _MAX_EVIDENCE)
+
+    def trust_fix(self, refused: list[GlobalUse], load: str, *, plain: bool) -> tuple[str, ...]:
+        """What to do for those who trust the file: allow the names, or load it without restrictions and save it."""
+        unloadable = self.unloadable
+        if load == "transload.load" and not plain:
+            unloadable = "holds a numpy array of objects or records"
+        if unloadable:
+            why = f"Allowing the names is not enough: it {unloadable}, which weights_only=True never loads."
+        else:
+            lines = safe_globals_lines(refused, sorted(self.inner_names), load)
+            others = [use.full_name for use in refused if not _is_allowed(use.module, use.name)]
+            named = bool(others) and all(map(str.isidentifier, others[0].split(".")))
+            if lines or not named or any(pickle.broken for pickle in self.kept):
+                return lines
+            first = others[0][:_MAX_WORDING] + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+            why = f"There is no line to allow {first}: it is not known to be data or part of a model."
+        return why, "If you trust its author, load it with weights_only=False and save it again as a state dict."
 
 
 def _streams(data: bytes, name: str) -> list[Pickle]:
@@ -500,15 +516,15 @@ def _streams(data: bytes, name: str) -> list[Pickle]:
     if not starts_like_zip(source):
         return pickle_streams.run_all(data, name)
     archive = Archive.of_zip(source, read_index(source))
-    left, found = 2 * len(data), []
+    left, pickles = 2 * len(data), []
     for record in archive.records.values():
         if record.name.startswith(("data/", "tensors/")):
             continue
         payload = archive.read(record, left).data
         left -= len(payload)
         streams = pickle_streams.run_all(payload, f"{name} › {record.name}")
-        found += [pickle for pickle in streams if pickle.globals or pickle.extensions]
-    return found
+        pickles += [pickle for pickle in streams if pickle.globals or pickle.extensions]
+    return pickles
 
 
 def _class_of(node: Persistent) -> object:
@@ -555,11 +571,11 @@ def _inner_name(node: object) -> tuple[str, str] | None:
     Also of a method, ``getattr(ZoneInfo, "_unpickle")``, which a class may use to pickle its objects. ``None`` for what
     is dangerous, and for an attribute of something that is not a class.
     """
-    found = _attribute(node)
-    if not found or found[1] == "__new__":
+    attribute = _attribute(node)
+    if not attribute or attribute[1] == "__new__":
         return None
-    module, name = names.canonical(found[0].module, found[0].name)
-    inner = f"{name}.{found[1]}"
+    module, name = names.canonical(attribute[0].module, attribute[0].name)
+    inner = f"{name}.{attribute[1]}"
     return (module, inner) if names.classify(module, inner)[0] != "dangerous" and names.is_class_path(inner) else None
 
 
@@ -581,8 +597,8 @@ def holds_records(pickles: Sequence[Pickle]) -> bool:
     Such an object is made without arguments, or from one value, as a member of an enumeration is.
     """
     judgement = judge_pickles(pickles)
-    known = {*names.PLAIN_VALUES, *names.ALSO_DATA, *names.RECORDS}
-    if any(use.verdict != "data" and use.full_name not in known for use in judgement.globals):
+    allowed = {*names.PLAIN_VALUES, *names.ALSO_DATA, *names.RECORDS}
+    if any(use.verdict != "data" and use.full_name not in allowed for use in judgement.globals):
         return False
     if any(finding.code != "needs-trust" for finding in judgement.findings) or not are_plain(pickles):
         return False
@@ -607,8 +623,8 @@ def _is_newobj_ex(callee: object) -> bool:
     new, state = callee.args[0], states[0]
     if len(state) != 4 or state[0] is not new or type(state[1]) is not tuple:
         return False
-    found = _attribute(new)
-    return found is not None and found[1] == "__new__" and state[1][:1] == (found[0],)
+    attribute = _attribute(new)
+    return attribute is not None and attribute[1] == "__new__" and state[1][:1] == (attribute[0],)
 
 
 # -- the lines for people who trust a file
