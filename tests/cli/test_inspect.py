@@ -80,7 +80,7 @@ def test_unreadable_file_does_not_hide_the_others(capsys: pytest.CaptureFixture[
     assert "transload: none.pt: No such file" in output.err
     assert "transload: bug.pt: this is a bug in transload: ZeroDivisionError: oh" in output.err
     assert "damaged.pt" in output.out
-    assert "✗ it ends early  truncated" in output.out
+    assert "✗ it ends early  [truncated]" in output.out
     assert "4 files: 1 fine, 1 with a problem, 2 could not be read" in output.out
 
 

@@ -89,7 +89,7 @@ def test_report_fits_the_terminal_width(transformer: Checkpoint, training: Check
 def test_report_on_a_web_page(web_page: Checkpoint) -> None:
     text = rendered(web_page)
     assert "not-a-checkpoint" in text
-    assert "✗ this is a web page  html-page\n    <!DOCTYPE html>\n  → Download it again.\n" in text
+    assert "✗ this is a web page  [html-page]\n    <!DOCTYPE html>\n  → Download it again.\n" in text
     assert "tensors" not in text
 
 
