@@ -43,9 +43,9 @@ class TransloadError(Exception):
 
 def _rebuild(kind: type[TransloadError], what: str, where: str, fix: str) -> TransloadError:
     # With several built-in bases, only OSError.__new__ allocates the fields of OSError.
-    made = OSError.__new__(kind) if issubclass(kind, OSError) else kind.__new__(kind)
-    TransloadError.__init__(made, what, where=where, fix=fix)
-    return made
+    error = OSError.__new__(kind) if issubclass(kind, OSError) else kind.__new__(kind)
+    TransloadError.__init__(error, what, where=where, fix=fix)
+    return error
 
 
 class _SystemError(TransloadError, OSError):

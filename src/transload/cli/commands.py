@@ -86,14 +86,17 @@ def run_convert(arguments: Namespace) -> int:
 def run_explain(arguments: Namespace) -> int:
     """Explain one text."""
     from transload.explaining import explain_log, report
-    from transload.explaining.logs import is_binary, not_a_text
+    from transload.explaining.logs import is_binary, is_packed, not_a_text
 
     blocks = _log_blocks(arguments.log)
     first = next(blocks, b"")
+    path = "" if arguments.log == "-" else arguments.log
+    if is_packed(first):
+        raise not_a_text(path)
     binary = is_binary(first)
     explanation = explain_log([first] if binary else chain([first], blocks), checks=not arguments.no_checks)
-    if not explanation.answers and binary:
-        raise not_a_text("" if arguments.log == "-" else arguments.log)
+    if binary and not explanation.answers:
+        raise not_a_text(path)
     if not explanation.answers and not explanation.unknown:
         raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
     show_result(explanation, report, arguments)
@@ -102,34 +105,20 @@ def run_explain(arguments: Namespace) -> int:
 
 _LOGS = (".txt", ".log", ".err", ".out")
 _FILES = (
-    ".json",
-    ".jsonl",
-    ".csv",
-    ".html",
-    ".gz",
-    ".xz",
-    ".zst",
-    ".zip",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".bin",
-    ".safetensors",
+    *_LOGS,
+    *(".json", ".jsonl", ".csv", ".html", ".gz", ".xz", ".zst", ".zip"),
+    *(".pt", ".pth", ".ckpt", ".bin", ".safetensors"),
 )
 """How the names of files end. A code may have a dot, too: torch.OutOfMemoryError."""
 
 
 def _log_blocks(path: str) -> Iterator[bytes]:
     """The bytes of a log, or of the text itself."""
-    from transload.explaining.logs import is_packed, not_a_text, read_blocks
+    from transload.explaining.logs import read_blocks
 
     try:
         if path != "-":
             with open(path, "rb") as file:
-                if file.seekable():
-                    if is_packed(file.read(16)):
-                        raise not_a_text(path)
-                    file.seek(0)
                 yield from read_blocks(file)
         elif sys.stdin is not None:
             if sys.stdin.isatty():
@@ -139,7 +128,7 @@ def _log_blocks(path: str) -> Iterator[bytes]:
         if not path.strip():
             raise UsageError("TEXT is empty", fix="Name a log file, or put the error message in quotes.") from error
         if len(path.split()) == 1:
-            names_a_file = path.lower().endswith((*_LOGS, *_FILES)) or "/" in path or os.sep in path
+            names_a_file = path.lower().endswith(_FILES) or "/" in path or os.sep in path
         else:
             names_a_file = path.endswith(_LOGS) and "\n" not in path and ": " not in path
         if not names_a_file and not os.path.lexists(path):  # it is the text itself
@@ -178,7 +167,7 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     from glob import glob
     from os.path import isdir, isfile, join, lexists
 
-    found: list[str] = []
+    paths: list[str] = []
     for name in names:
         for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
             roles: dict[str, str] = {}
@@ -192,8 +181,8 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
                 saved = [file for file, role in roles.items() if role in ("member", "beside") and isfile(file)]
                 inside = [file for file in saved if not file.endswith(".safetensors")]
             beside = [file for file, role in roles.items() if role == "beside"]
-            found += inside or [path, *beside]
-    return list(dict.fromkeys(found))
+            paths += inside or [path, *beside]
+    return list(dict.fromkeys(paths))
 
 
 def run_verify(arguments: Namespace) -> int:
@@ -220,7 +209,7 @@ def run_verify(arguments: Namespace) -> int:
             print_error(error)
             return 2
         if not arguments.json:
-            show([written(arguments.write, sum(len(each.tensors) for each in done))], arguments.color)
+            show([written(arguments.write, sum(len(file.tensors) for file in done))], arguments.color)
     return code
 
 

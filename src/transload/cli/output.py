@@ -130,4 +130,4 @@ def for_each(
         show(several(results, len(paths)), arguments.color)
     elif results:
         show(report(results[0]), arguments.color)
-    return results, 2 if failed else int(not all(getattr(each, "ok", True) for each in results))
+    return results, 2 if failed else int(not all(getattr(result, "ok", True) for result in results))

@@ -211,7 +211,7 @@ def _explained(texts: Iterable[str], files: Sequence[str] = (), *, checks: bool,
         if "file" in needs and (paths := (*files, *files_in(evidence.near))):
             file = _check_file(diagnosis(), paths[0], evidence.text)
         answers.append(replace(answer, line=answer.line if numbered else 0, machine=machine, file=file))
-    unexplained = (each if numbered else replace(each, line=0) for each in errors.unexplained())
+    unexplained = (error if numbered else replace(error, line=0) for error in errors.unexplained())
     return Explanation(tuple(answers), tuple(unexplained))
 
 
@@ -253,44 +253,44 @@ class _Errors:
 
     def add(self, chains: Iterable[ErrorChain], loose: Sequence[FlatText]) -> None:
         """Search a piece of the text."""
-        found, unknown, framed = search(chains, loose)
-        self.merge(found)
-        for said, errors in ((self._unknown, unknown), (self._framed, framed)):
+        matches, unknown, framed = search(chains, loose)
+        self.merge(matches)
+        for lines, errors in ((self._unknown, unknown), (self._framed, framed)):
             first = {chain[0].words: chain[0].lines[0].number for chain in reversed(errors)}
             for words in sorted(first, key=first.__getitem__):
-                said.setdefault(words, first[words])
-            for words in [*said][:-_MOST_UNKNOWN]:
-                del said[words]
+                lines.setdefault(words, first[words])
+            for words in [*lines][:-_MOST_UNKNOWN]:
+                del lines[words]
         if not self.matched:
             self._last = max(self._last, _last_line(loose))
 
     def skip(self, number: int, text: str) -> None:
         """Search a piece without known messages and tracebacks only for the last line that looks like an error."""
-        if not self.matched and (places := [found.start() for found in _LIKE_AN_ERROR.finditer(text)]):
+        if not self.matched and (places := [match.start() for match in _LIKE_AN_ERROR.finditer(text)]):
             start = text.rfind("\n", 0, places[-1]) + 1
             lines = lines_of(
                 "\n".join(text[start : places[-1] + _LONGEST].split("\n", 2)[:2]), number + text.count("\n", 0, start)
             )
             self._last = max(self._last, _last_line([FlatText([*lines])]))
 
-    def merge(self, found: Iterable[ErrorMatch]) -> None:
+    def merge(self, matches: Iterable[ErrorMatch]) -> None:
         """Add known errors; those with the same answer are counted."""
         keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # an answer takes longer than a match
-        for each in found:
-            known, source = each.known, each.source
+        for match in matches:
+            known, source = match.known, match.source
             if known.role == "frame" and not known.fix:
                 continue
             depends = known.hook or known.value or known.sections
-            same = known.code, source.flat[each.start : each.end], each.text[:_LONGEST] if depends else ""
+            same = known.code, source.flat[match.start : match.end], match.text[:_LONGEST] if depends else ""
             if same not in keys:
-                answer = _answer(each)
+                answer = _answer(match)
                 keys[same] = key = known.code, answer.cause, answer.fix
                 if key not in self.matched:
                     self._make_room(known.code)
-                    near = each.near[0][:_MOST_NEAR], each.near[1][-_MOST_NEAR:]
-                    around = (each.traceback or "".join(near))[-_MOST_NEAR:]
-                    self.matched[key] = answer, _Evidence(known, each.text[:_LONGEST], near, around)
-            self._times[keys[same]] += each.times
+                    near = match.near[0][:_MOST_NEAR], match.near[1][-_MOST_NEAR:]
+                    around = (match.traceback or "".join(near))[-_MOST_NEAR:]
+                    self.matched[key] = answer, _Evidence(known, match.text[:_LONGEST], near, around)
+            self._times[keys[same]] += match.times
 
     def _make_room(self, code: str) -> None:
         """If an error occurs with very many values, count the second oldest with the oldest."""
@@ -301,9 +301,9 @@ class _Errors:
 
     def answers(self) -> list[tuple[Answer, _Evidence]]:
         """The answers, causes first."""
-        known = [evidence.known for _, evidence in self.matched.values()]
-        causes = any(each.role == "cause" for each in known)
-        explained = {code for each in known for code in each.explains}
+        errors = [evidence.known for _, evidence in self.matched.values()]
+        causes = any(error.role == "cause" for error in errors)
+        explained = {code for error in errors for code in error.explains}
         shown = [
             (replace(answer, times=self._times[key]), evidence)
             for key, (answer, evidence) in self.matched.items()
@@ -313,11 +313,11 @@ class _Errors:
 
     def unexplained(self) -> Iterator[Unexplained]:
         """The last unknown errors. If nothing was found, the last line that looks like an error, or just the last."""
-        said = self._unknown if self.matched else {**self._framed, **self._unknown}
+        lines = self._unknown if self.matched else {**self._framed, **self._unknown}
         _, number, words = self._last
-        if not said and not self.matched and words:
-            said = {words: number}
-        for words, number in sorted(said.items(), key=lambda pair: pair[1])[-_MOST_UNKNOWN:]:
+        if not lines and not self.matched and words:
+            lines = {words: number}
+        for words, number in sorted(lines.items(), key=lambda pair: pair[1])[-_MOST_UNKNOWN:]:
             yield Unexplained(words[:_LONGEST], number, nearest(words), normalised(words[:_LONGEST]))
 
 
@@ -361,7 +361,7 @@ def _last_line(loose: Iterable[FlatText]) -> tuple[bool, int, str]:
         return False, 0, ""
     line = (like_errors or lines)[-1]
     below = lines[lines.index(line) + 1 :][:1] if line.text.endswith(":") else []
-    return bool(like_errors), line.number, flat(" ".join(each.text for each in (line, *below)))
+    return bool(like_errors), line.number, flat(" ".join(part.text for part in (line, *below)))
 
 
 _OWN = (
@@ -372,13 +372,13 @@ _OWN = (
 )
 
 
-def normalised(said: str) -> str:
+def normalised(message: str) -> str:
     """A message with ``…`` for everything that differs from run to run.
 
     >>> normalised("OSError: /home/me/a.pt: 17 of 20 bytes at 0x7f12")
     'OSError: …: … of … bytes at …'
     """
-    return re.sub("|".join(_OWN), "…", said)
+    return re.sub("|".join(_OWN), "…", message)
 
 
 # -- this machine, and the file that a text names
@@ -391,7 +391,7 @@ _LAYERS_OF_A_PYTHON = frozenset({"python", "build", "torch-libraries", "fit", "r
 """The doctor's layers that differ between the Pythons of a machine."""
 
 
-def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> MachineCheck:
+def _check_machine(diagnosis: Diagnosis, causes: Sequence[str], text: str) -> MachineCheck:
     """Whether this machine has one of the causes; without causes, whether it has any fault.
 
     ``text`` is everything around the error. It may come from a different Python than the one examined: then the faults
@@ -399,9 +399,9 @@ def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> Machin
     """
     from transload.diagnose.rules import BY_CODE
 
-    machine, cause, fits, title = found.machine, found.cause, False, ""
+    machine, cause, fits, title = diagnosis.machine, diagnosis.cause, False, ""
     other = _other_torch(text, {os.path.realpath(install.location) for install in machine.torch.installs or ()})
-    faults = [finding for finding in found.findings if finding.severity == "error"]
+    faults = [finding for finding in diagnosis.findings if finding.severity == "error"]
     possible = [fault for fault in faults if fault.code in causes or fault.code not in _WITHOUT_TORCH]
     if other:
         possible = [fault for fault in possible if BY_CODE[fault.code].layer not in _LAYERS_OF_A_PYTHON]
@@ -422,16 +422,16 @@ def _check_machine(found: Diagnosis, causes: Sequence[str], text: str) -> Machin
         examined = machine.python.executable or "the Python that was examined"
         why = f"torch does not work in {examined}, so what torch says comes from another Python"
         title = f"{rest}; {why}: transload doctor --python PYTHON"
-    elif found.status == "ok" and cause is None:
+    elif diagnosis.status == "ok" and cause is None:
         title = "nothing is broken on this machine now, as far as can be seen without running torch"
     elif cause is None:
         title = "there is no GPU in this machine, and nothing is broken"
     if title or cause is None:
-        return MachineCheck(found.status, fits=False, title=title)
-    return MachineCheck(found.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
+        return MachineCheck(diagnosis.status, fits=False, title=title)
+    return MachineCheck(diagnosis.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
 
-def _check_file(diagnosis: Diagnosis, path: str, said: str) -> FileCheck | None:
+def _check_file(diagnosis: Diagnosis, path: str, text: str) -> FileCheck | None:
     """What loading a file would do; ``None`` if unknown."""
     from transload.checking import check_here
     from transload.judge.problems import command_lines
@@ -445,16 +445,16 @@ def _check_file(diagnosis: Diagnosis, path: str, said: str) -> FileCheck | None:
     if check.ok:
         devices = sorted({move.device for move in check.plan.moves})
         verdict = f"transload.load loads it{', onto ' + ' and '.join(devices) if devices else ''}"
-    same = bool(check.torch.text) and flat(check.torch.text)[:_SAME] in said
+    same = bool(check.torch.text) and flat(check.torch.text)[:_SAME] in text
     findings = [finding for finding in check.findings if finding.severity != "note"][:_MOST_FINDINGS]
     advised = next((finding for finding in findings if finding.fix), None)
     fix = advised.fix if advised else ()
-    about_names = any(word in said.lower() for word in ("weights", "global"))
+    about_names = any(word in text.lower() for word in ("weights", "global"))
     if advised and advised.code == "needs-trust" and not about_names:
         fix = command_lines((advised,))
     python = ("import ", "from ", "torch.serialization.")
     fix = tuple(f"| {line}" if line.startswith(python) else line for line in fix)
-    return FileCheck(path, check.ok, verdict, same, tuple(each.title for each in findings), fix)
+    return FileCheck(path, check.ok, verdict, same, tuple(finding.title for finding in findings), fix)
 
 
 _TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch(?=[/\\])")
@@ -464,12 +464,12 @@ _MOST_PATHS = 50  # paths that are looked up: a log may be full of them
 
 def _other_torch(text: str, examined: set[str]) -> str:
     """The directory of the torch in the frames of a text, if it exists here and is not one of those examined."""
-    for found in islice(_TORCH.finditer(text), _MOST_PATHS):
-        before = text[max(0, found.start() - _LONGEST_PATH) : found.start()]
+    for torch in islice(_TORCH.finditer(text), _MOST_PATHS):
+        before = text[max(0, torch.start() - _LONGEST_PATH) : torch.start()]
         for start in (before.rpartition('"')[2].strip(), *before.split()[-1:]):
             # Absolute, and never a path on another machine.
             if Path(start).is_absolute() and not start.startswith(("//", "\\\\")):
-                folder = start + found[0]
+                folder = start + torch[0]
                 if Path(folder).is_dir() and os.path.realpath(folder) not in examined:
                     return folder
                 break
@@ -498,7 +498,7 @@ def files_in(texts: Iterable[str]) -> Iterator[str]:
             if path.is_dir():
                 with os.scandir(path) as entries:
                     inside = [entry.name for entry in islice(entries, 1000)]
-                is_checkpoint = any(each == ".metadata" or each.endswith(_OF_A_CHECKPOINT) for each in inside)
+                is_checkpoint = any(file == ".metadata" or file.endswith(_OF_A_CHECKPOINT) for file in inside)
             else:
                 is_checkpoint = path.is_file() and _CHECKPOINT_NAME.search(name) is not None
             if is_checkpoint:
@@ -553,15 +553,15 @@ def report(explanation: Explanation) -> Iterator[Block]:
                     yield Prose(((printable(title, None), "dim"),), lead=_DEEPER)
             yield from _steps(file.fix if not file.ok else ())
         yield from _steps(remaining_steps(answer))
-    for index, each in enumerate(explanation.unknown):
+    for index, error in enumerate(explanation.unknown):
         if index or explanation.answers:
             yield BLANK
-        line = f"  line {each.line}" if each.line else ""
+        line = f"  line {error.line}" if error.line else ""
         yield Prose((("not known", "strong"), (line, "dim")), lead=(("? ", "trust"),))
-        yield Prose(((printable(each.said, _SAID), "dim"),), lead=_MARGIN)
-        if each.nearest:
+        yield Prose(((printable(error.said, _SAID), "dim"),), lead=_MARGIN)
+        if error.nearest:
             yield Prose("The known texts that are most similar, but not the same:", lead=_MARGIN)
-        for near in each.nearest:
+        for near in error.nearest:
             why = f" ({near.why})" if near.why else ""
             yield Prose(((f"{printable(near.says)}{why}  [{near.code}]", "dim"),), lead=(("    · ", "dim"),))
     if explanation.unknown:

@@ -31,11 +31,12 @@ _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 def gpu_memory(values: Values) -> Sections:
     """Whether much memory is reserved but fragmented, and whether another process holds some."""
-    own = values["text"].partition("out of memory")[2].partition("out of memory")[0]  # without the next rank's error
-    if re.search(r"Process \d+ has ", own):
-        maybe = "" if "this process has" in own else ", or in a container this one under its number outside,"
+    # Without the error of the next rank.
+    message = values["text"].partition("out of memory")[2].partition("out of memory")[0]
+    if re.search(r"Process \d+ has ", message):
+        maybe = "" if "this process has" in message else ", or in a container this one under its number outside,"
         values["others"] = f"; the text also says that another process{maybe} holds memory of that GPU"
-    sizes = re.findall(r"(?:allocate|and) (\d+(?:\.\d+)?) (bytes|[KMG]iB)(?:\.| is reserved by PyTorch but)", own)
+    sizes = re.findall(r"(?:allocate|and) (\d+(?:\.\d+)?) (bytes|[KMG]iB)(?:\.| is reserved by PyTorch but)", message)
     wanted, *reserved = [float(number) * _UNITS[unit] for number, unit in sizes] or [0.0]
     # A few unused MiB are always there: then the GPU is full.
     return ("gpu-memory-full/fragmented",) if reserved and reserved[0] >= max(wanted, _UNITS["GiB"]) else ()
@@ -119,8 +120,8 @@ def state_dict_keys(values: Values) -> Sections:
     """Why the two lists of names differ: a prefix, a whole checkpoint instead of a state dict, or another model."""
 
     def names(which: str) -> list[str]:
-        found = re.search(rf"{which} key\(s\) in state_dict: (?P<names>(?:\"[^\"]*\"(?:, )?)+)", values["text"])
-        return _QUOTED.findall(found["names"]) if found else []
+        match = re.search(rf"{which} key\(s\) in state_dict: (?P<names>(?:\"[^\"]*\"(?:, )?)+)", values["text"])
+        return _QUOTED.findall(match["names"]) if match else []
 
     missing, unexpected = names("Missing"), names("Unexpected")
     shapes = set(re.findall(r"size mismatch for ([^\s:]+):", values["text"]))
@@ -129,7 +130,7 @@ def state_dict_keys(values: Values) -> Sections:
         values["also"] = f" Besides, the model differs: tensors of another shape: {len(shapes):,}."
     values["prefix"], in_file = prefix_between(missing, unexpected)
     if unexpected and not missing:  # people paste only the end; no model names its own parts like a wrapper
-        values["prefix"] = next((each for each in _INFIXES if all(name.startswith(each) for name in unexpected)), "")
+        values["prefix"] = next((infix for infix in _INFIXES if all(name.startswith(infix) for name in unexpected)), "")
         in_file = True
     if values["prefix"]:
         return (f"state-dict-keys/prefix-in-{'file' if in_file else 'model'}",)
@@ -148,7 +149,7 @@ def state_dict_keys(values: Values) -> Sections:
         (unexpected, "names that only the file has"),
         (shapes, "tensors of another shape"),
     )
-    differences = [f"{words}: {len(found):,}" for found, words in counted if found]
+    differences = [f"{words}: {len(differing):,}" for differing, words in counted if differing]
     values["told"] = "; ".join(differences) or "names or shapes differ"
     return ()
 
@@ -165,9 +166,9 @@ def prefix_between(missing: list[str], unexpected: list[str]) -> tuple[str, bool
     missing = [name for name in missing if not name.endswith(_NEVER_MISSING)]
     unexpected = [name for name in unexpected if not name.endswith(_NEVER_MISSING)]
     for longer, shorter, in_file in ((unexpected, missing, True), (missing, unexpected, False)):
-        known = set(shorter)
+        shorter_names = set(shorter)
         ends = ((name, dot.end()) for name in longer for dot in re.finditer(r"\.", name))
-        prefixes = Counter(name[:end] for name, end in ends if name[end:] in known)
+        prefixes = Counter(name[:end] for name, end in ends if name[end:] in shorter_names)
         for prefix, count in prefixes.most_common(1):
             if count > len(longer) / 2:
                 return prefix, in_file

@@ -69,7 +69,7 @@ def _end_of_piece(text: str) -> int:
         before = text[max(0, start - 200) : start]
         if start and _HANDLING not in before and _CAUSE not in before:
             return start
-    ends = [found.end() for found in re.finditer(r"\n(?=\S)", text[tail:])]
+    ends = [line_end.end() for line_end in re.finditer(r"\n(?=\S)", text[tail:])]
     return tail + ends[-1] if ends else text.rfind("\n") + 1 or text.rfind("\r") + 1 or len(text)
 
 
@@ -308,15 +308,15 @@ def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
     loose: list[FlatText] = []
     for stream in streams.values():
         errors, others = _parsed(stream)
-        own: list[ErrorChain] = []
+        own_chains: list[ErrorChain] = []
         for error in errors:
             if not error.lines:  # its end is missing, or inside a box drawn around it
                 others += error.frames
-            elif not error.link or not own:
-                own.append([error])
+            elif not error.link or not own_chains:
+                own_chains.append([error])
             else:
-                own[-1].insert(0 if error.link == "inside" else len(own[-1]), error)
-        chains += own
+                own_chains[-1].insert(0 if error.link == "inside" else len(own_chains[-1]), error)
+        chains += own_chains
         loose.append(FlatText(sorted(others, key=lambda line: line.number)))
     chains.sort(key=lambda chain: chain[0].lines[0].number)
     return chains, loose
@@ -333,7 +333,7 @@ def _parsed(stream: Iterable[Line]) -> tuple[list[RaisedError], list[Line]]:
         headless = current is None and text.startswith('  File "')  # the header was cut off
         if _HEADER in text or headless:
             before = current.lines[-_BEFORE:] if current else []
-            if before and _NESTED.search("\n".join(each.text for each in (*before, line))):
+            if before and _NESTED.search("\n".join(above.text for above in (*before, line))):
                 link = "inside"
             current = RaisedError(frames=[line], link=link)
             errors.append(current)
@@ -343,11 +343,11 @@ def _parsed(stream: Iterable[Line]) -> tuple[list[RaisedError], list[Line]]:
         elif current is None:
             others.append(line)
         elif not current.lines:
-            found = _EXCEPTION.match(text)
+            match = _EXCEPTION.match(text)
             if _FRAME.match(text):
                 if len(current.frames) < _MOST_FRAMES:
                     current.frames.append(line)
-            elif found and _CLASS.search(found["kind"]) and not found["kind"].isupper():
+            elif match and _CLASS.search(match["kind"]) and not match["kind"].isupper():
                 current.lines.append(line)
             else:
                 others.append(line)  # another process wrote in between, or the end of the traceback is missing

@@ -174,18 +174,18 @@ def _pages() -> tuple[Page, ...]:
     for name in _SUBJECTS:
         title, *texts = packaged(__package__, f"pages/{name}.md").split("\n## ")
         for text in texts:
-            said = _SAID.findall(text)
-            out.append(Page(title.removeprefix("# ").strip(), text, said, [*map(_hint, said)]))
+            wordings = _SAID.findall(text)
+            out.append(Page(title.removeprefix("# ").strip(), text, wordings, [*map(_hint, wordings)]))
     return tuple(out)
 
 
-def _hint(said: str) -> str:
+def _hint(wording: str) -> str:
     """The start or end of a wording, if it is long enough, else its longest literal. For a CUDA error, its words."""
-    if "{" not in said:
-        return (said.partition(" ")[2] if said[0].isdigit() else said).removesuffix(".")
-    start, end = said.partition("{")[0], said.rpartition("}")[2].removesuffix(".")
+    if "{" not in wording:
+        return (wording.partition(" ")[2] if wording[0].isdigit() else wording).removesuffix(".")
+    start, end = wording.partition("{")[0], wording.rpartition("}")[2].removesuffix(".")
     longer = start if len(start) > len(end) else end
-    return longer if len(longer) >= 12 else Wording(said).anchor
+    return longer if len(longer) >= 12 else Wording(wording).anchor
 
 
 @cache
@@ -331,7 +331,7 @@ def search(
 
     Of each chain of exceptions, the innermost cause is found.
     """
-    found: list[ErrorMatch] = []
+    matches: list[ErrorMatch] = []
     unknown: list[ErrorChain] = []
     framed: list[ErrorChain] = []
     counted: dict[str, tuple[ErrorChain, int]] = {}  # a loop may raise the same error a million times
@@ -343,19 +343,19 @@ def search(
         reported = [_main(raised, traceback, indexed=len(counted) > _MANY) for raised in chain]
         # Specific messages take precedence over words that many programs print: programs try one thing after another,
         # and print what failed before.
-        known = [main for main, _ in reported if main]
-        causes = [main for main in known if main.known.role == "cause"]
+        mains = [main for main, _ in reported if main]
+        causes = [main for main in mains if main.known.role == "cause"]
         specific = [main for main in causes if not (main.known.context or main.known.place)]
-        if chosen := specific or causes or [main for main in known if main.known.fix]:
-            found.append(chosen[0]._replace(times=times))
+        if chosen := specific or causes or [main for main in mains if main.known.fix]:
+            matches.append(chosen[0]._replace(times=times))
         elif all(main and main.known.role == "frame" for main, _ in reported):
             framed.append(chain)
         else:
             unknown.append(chain)
-        found += [match._replace(times=times) for _, below in reported for match in below]
+        matches += [match._replace(times=times) for _, below in reported for match in below]
     for text in loose:
-        found += _matches(text)
-    return found, unknown, framed
+        matches += _matches(text)
+    return matches, unknown, framed
 
 
 def _main(raised: RaisedError, traceback: str, *, indexed: bool = False) -> tuple[ErrorMatch | None, list[ErrorMatch]]:
@@ -402,11 +402,11 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "", *, indexed:
                 if not placed:
                     places = ((place, frame or around if "/" in place else around) for place in known.place)
                     placed = any(place in where.replace("\\", "/") for place, where in places)
-                found = wording.pattern.search(text, max(beyond, at - _AROUND), after + _AROUND) if placed else None
-                beyond = found.end() if found else beyond
-                if found and not (wording.whole_line and source.lines_at(*found.span())[0] != found[0]):
-                    values = found.groupdict("")
-                    matches.append(ErrorMatch(known, *found.span(), values, wording.weight, source, traceback))
+                hit = wording.pattern.search(text, max(beyond, at - _AROUND), after + _AROUND) if placed else None
+                beyond = hit.end() if hit else beyond
+                if hit and not (wording.whole_line and source.lines_at(*hit.span())[0] != hit[0]):
+                    values = hit.groupdict("")
+                    matches.append(ErrorMatch(known, *hit.span(), values, wording.weight, source, traceback))
                 at = text.find(wording.anchor, max(after, beyond))
     kept: list[tuple[int, int, ErrorMatch]] = []  # in order: no two of them overlap
     for match in sorted(matches, key=lambda match: (match.known.rank, -match.weight, match.start)):
@@ -425,7 +425,7 @@ _TERMS = re.compile(r"cuda|nccl|gpu|torch|kernel|tensor|weight|state_dict|checkp
 
 @cache
 def _lower_case() -> list[tuple[Page, str, str]]:
-    return [(page, said, Wording(said).shown.lower()) for page in _pages() for said in page.says]
+    return [(page, wording, Wording(wording).shown.lower()) for page in _pages() for wording in page.says]
 
 
 def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[ErrorMatch]:
@@ -439,7 +439,7 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
         return []
     said = re.sub(r"^[\w.]+(?:Error|Exception): ", "", lines[0].flat).rstrip(" .:…")
     start, _, last = said.rpartition(" ")
-    found: list[ErrorMatch] = []
+    matches: list[ErrorMatch] = []
     for begun, value in ((said.lower(), ""), (f"{start.lower()} …", last)):
         if len(begun) < _SHORTEST_BEGINNING or not _TERMS.search(begun):
             continue
@@ -451,8 +451,8 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
                 if speaks and known.hook in ("", *WITHOUT_BLANKS):
                     values = dict.fromkeys(wording.pattern.groupindex, "…")
                     values |= dict.fromkeys([*values][:1], value) if value else {}
-                    found.append(ErrorMatch(known, 0, len(said), values, wording.weight, lines[0], ""))
-    return sorted(found, key=lambda match: match.weight)[:1]  # the wording that has the least more to say
+                    matches.append(ErrorMatch(known, 0, len(said), values, wording.weight, lines[0], ""))
+    return sorted(matches, key=lambda match: match.weight)[:1]  # the wording that has the least more to say
 
 
 def named(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[ErrorMatch]:
@@ -513,12 +513,12 @@ def _only_words(text: str) -> bytes:
 @cache
 def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
     """The page and words of every wording, except internal checks of libraries; and the weight of each word."""
-    rows = [(page, said) for page in _pages() if "-internal\n" not in page.text[:40] for said in page.says]
-    lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(said for _, said in rows)))
+    rows = [(page, wording) for page in _pages() if "-internal\n" not in page.text[:40] for wording in page.says]
+    lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(wording for _, wording in rows)))
     words = [line.split() for line in lines.split(b"\n")]
     counts = Counter(itertools.chain.from_iterable(words)).items()
     weights = {word: log(1 + len(rows) / count) for word, count in counts if len(word) >= _SHORTEST}
-    return [(*row, each) for row, each in zip(rows, words, strict=True)], weights
+    return [(*row, row_words) for row, row_words in zip(rows, words, strict=True)], weights
 
 
 class Near(Plain):
@@ -543,13 +543,13 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     rows, weights = _rows()
     present = {word for word in _only_words(text[:_COMPARED]).split() if word in weights}
     similar: dict[str, Near] = {}
-    for page, said, words in rows:
+    for page, message, words in rows:
         common = present.intersection(words)
         if len(common) >= _FEWEST:
             likeness = fsum(weights[word] for word in common)
             likeness /= fsum(weights[word] for word in {*words} if word in weights)
             code = page.text.partition("\n")[0]
             if likeness > (similar[code].likeness if code in similar else _LEAST):
-                similar[code] = Near(code, Wording(said).shown, round(likeness, 2))
-    near |= {each.code: each for each in sorted(similar.values(), key=lambda each: -each.likeness)}
+                similar[code] = Near(code, Wording(message).shown, round(likeness, 2))
+    near |= {other.code: other for other in sorted(similar.values(), key=lambda other: -other.likeness)}
     return tuple(near.values())[:most]

@@ -100,11 +100,12 @@ def report(
 def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
     """A table of the files that could be read, out of ``total``, then the findings for those with a problem."""
     rows: list[tuple[Words, ...]] = []
-    for each in seen:
-        devices = join_names([printable(use.device, 24) for use in each.devices], 2)
-        columns = count(len(each.tensors)), size(each.nbytes), devices
-        verdicts = (each.safety, SAFETY[each.safety][0]), (each.integrity, INTEGRITY[each.integrity][0])
-        rows.append((path_text(each.path), format_words(each), *columns, *((verdict,) for verdict in verdicts)))
+    for checkpoint in seen:
+        devices = join_names([printable(use.device, 24) for use in checkpoint.devices], 2)
+        columns = count(len(checkpoint.tensors)), size(checkpoint.nbytes), devices
+        safety = ((checkpoint.safety, SAFETY[checkpoint.safety][0]),)
+        integrity = ((checkpoint.integrity, INTEGRITY[checkpoint.integrity][0]),)
+        rows.append((path_text(checkpoint.path), format_words(checkpoint), *columns, safety, integrity))
     if seen:
         titles = ("file", "format", "tensors", "size", "devices", "safety", "integrity")
         yield Table(rows, right=(2, 3), dim=(1, 4), titles=titles, drops=(4, 1, 2), indent=0)
@@ -175,7 +176,7 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
     out["safety"] = ((safety, SAFETY[safety][0]), (f": {reason}", ""))
     reason = INTEGRITY[integrity][1]
     if integrity == "unchecked":
-        sums = any(record.crc32 for record in checkpoint.records) or any(each.crc32 for each in checkpoint.storages)
+        sums = any(part.crc32 for parts in (checkpoint.records, checkpoint.storages) for part in parts)
         reason += "; --verify compares their checksums" if sums else "; there are no checksums to compare"
     out["integrity"] = ((integrity, INTEGRITY[integrity][0]), (f": {reason}", ""))
     if checkpoint.prediction:
@@ -238,9 +239,9 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
     return (model, averages, optimizer) if model else (averages, 0, optimizer)
 
 
-def findings(found: Sequence[Finding]) -> Iterator[list[Block]]:
+def findings(unsorted: Sequence[Finding]) -> Iterator[list[Block]]:
     """The blocks of each finding, errors first."""
-    order = sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+    order = sorted(unsorted, key=lambda finding: SEVERITIES.index(finding.severity))
     for finding in order[:_FINDINGS]:
         role, sign = SEVERITY[finding.severity]
         title = ((printable(finding.title, None), "strong"), (f"  [{finding.code}]", "dim"))
@@ -406,17 +407,17 @@ class _Branch(NamedTuple):
 
 
 def _grow(named: list[tuple[list[str], Tensor]], depth: int, forms: dict[object, int]) -> _Branch:
-    own: list[Tensor] = []
+    ending: list[Tensor] = []
     inside: dict[str, list[tuple[list[str], Tensor]]] = {}
-    for each in named:
-        if len(each[0]) == depth:
-            own.append(each[1])
+    for steps, tensor in named:
+        if len(steps) == depth:
+            ending.append(tensor)
         else:
-            inside.setdefault(each[0][depth], []).append(each)
+            inside.setdefault(steps[depth], []).append((steps, tensor))
     below = {step: _grow(inner, depth + 1, forms) for step, inner in inside.items()}
-    looks = [(t.dtype, t.shape, t.device, t.kind, t.cls) for t in own]
+    looks = [(t.dtype, t.shape, t.device, t.kind, t.cls) for t in ending]
     form = (*looks, *below, *[branch.form for branch in below.values()])
-    return _Branch(forms.setdefault(form, len(forms)), own, below)
+    return _Branch(forms.setdefault(form, len(forms)), ending, below)
 
 
 def _twigs(below: dict[str, _Branch]) -> list[Twig]:
@@ -429,13 +430,13 @@ def _twigs(below: dict[str, _Branch]) -> list[Twig]:
     groups: dict[str, list[str]] = {}
     for (_, numbers, _), group in alike.items():
         least = _ALIKE_UNNUMBERED if not numbers else _ALIKE if below[group[0]].below else _ALIKE_TENSORS
-        groups |= {group[0]: group} if len(group) >= least else {each: [each] for each in group}
+        groups |= {group[0]: group} if len(group) >= least else {step: [step] for step in group}
     twigs: list[Twig] = []
-    for step in (each for each in below if each in groups):
+    for step in (step for step in below if step in groups):
         separator, copies, children = _separator(step), len(groups[step]), _twigs(below[step].below)
-        label = separator + _label([each.removeprefix(separator) for each in groups[step]])
+        label = separator + _label([name.removeprefix(separator) for name in groups[step]])
         # Usually one twig, but more if several tensors have the same name.
-        twigs += [Twig(label, each, [], 0, copies, each.nbytes * copies, copies) for each in below[step].tensors]
+        twigs += [Twig(label, tensor, [], 0, copies, tensor.nbytes * copies, copies) for tensor in below[step].tensors]
         if len(children) == 1 and copies == 1:  # a chain of single branches reads better as one name
             twigs.append(children[0]._replace(label=label + children[0].label))
         elif children:
@@ -462,11 +463,11 @@ def tree_rows(twig: Twig, guide: str = "", *, top: bool = True) -> Iterator[tupl
     """The lines of the drawn tree: a guide and a twig; or how many more siblings there is no room for."""
     below: list[Twig | int] = [*twig.children]
     below += [twig.hidden] if twig.hidden and twig.children else []
-    for left, each in zip(range(len(below) - 1, -1, -1), below, strict=True):
+    for left, child in zip(range(len(below) - 1, -1, -1), below, strict=True):
         corner, bar = ("", "") if top else ("├─ ", "│  ") if left else ("└─ ", "   ")
-        yield guide + corner, each
-        if isinstance(each, Twig):
-            yield from tree_rows(each, guide + bar, top=False)
+        yield guide + corner, child
+        if isinstance(child, Twig):
+            yield from tree_rows(child, guide + bar, top=False)
 
 
 # -- the objects that a pickle would build, from inert nodes: shared nodes once, cycles marked, depth and lines limited

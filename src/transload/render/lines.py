@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, groupby, pairwise, repeat
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from re import compile as regex
 from typing import TextIO
@@ -281,7 +281,7 @@ def _part(line: Line, start: int, end: int) -> Iterator[Span]:
 def _aligned(table: Table, style: Style) -> Iterator[Line]:
     roles = ["dim" if column in table.dim else "" for column in range(max(map(len, table.rows), default=0))]
     rows = [[_encodable(cell, style, "dim") for cell in table.titles]] if table.titles else []
-    rows += ([_encodable(*each) for each in zip(row, repeat(style), roles)] for row in table.rows)
+    rows += ([_encodable(cell, style, role) for cell, role in zip(row, roles, strict=False)] for row in table.rows)
     columns = range(max(map(len, rows), default=0))
     widths = [min(_WIDEST, max(_length(row[c]) for row in rows if c < len(row))) for c in columns]
     shown = [c for c in columns if widths[c]]
