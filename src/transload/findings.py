@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from transload.frozen import Frozen, Plain, replace
@@ -122,7 +122,7 @@ class LimitedProblems:
         return (*self._kept, *(Problem(code, "", f"{more:,} more like this") for code, more in left if more > 0))
 
 
-def join_names(names: list[str] | tuple[str, ...], most: int = 5, longest: int = 120) -> str:
+def join_names(names: Sequence[str], most: int = 5, longest: int = 120) -> str:
     """The first names, and how many more there are.
 
     >>> join_names(["a", "b", "c"], 2)
@@ -132,7 +132,7 @@ def join_names(names: list[str] | tuple[str, ...], most: int = 5, longest: int =
     return f"{shown} and {len(names) - most:,} more" if len(names) > most else shown
 
 
-def first_lines(lines: list[str], most: int) -> tuple[str, ...]:
+def first_lines(lines: Sequence[str], most: int) -> tuple[str, ...]:
     """The first lines, and how many more there are."""
     more = len(lines) - most
     return (*lines[:most], f"… and {more} more") if more > 0 else tuple(lines)

@@ -18,19 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transload.errors import TransloadError, UsageError
-from transload.explaining import hooks
+from transload.explaining import hooks, matching
 from transload.explaining.logs import BLOCK, ErrorChain, FlatText, decoded, flat, lines_of, pieces, split, unwrapped
-from transload.explaining.matching import (
-    ErrorMatch,
-    KnownError,
-    Near,
-    beginning,
-    is_quiet,
-    named,
-    nearest,
-    search,
-    variant,
-)
+from transload.explaining.matching import ErrorMatch, KnownError, Near
 from transload.frozen import Plain, Reported, replace
 from transload.render.lines import BLANK, Block, Prose, as_text
 from transload.render.words import plural, printable
@@ -192,7 +182,7 @@ def _explained(texts: Iterable[str], files: Sequence[str] = (), *, checks: bool,
     divided = pieces(texts)
     number, text = next(divided)
     for following in divided:
-        if is_quiet(text):
+        if matching.is_quiet(text):
             errors.skip(number, text)
         else:
             errors.add(*split(lines_of(text, number)))
@@ -200,7 +190,8 @@ def _explained(texts: Iterable[str], files: Sequence[str] = (), *, checks: bool,
     chains, loose = split(lines_of(text, number))
     errors.add(chains, loose)
     if not errors.matched and number == 1:  # a short text: what somebody has pasted
-        errors.merge(search(*split(lines_of(unwrapped(text))))[0] or beginning(chains, loose) or named(chains, loose))
+        whole = matching.search(*split(lines_of(unwrapped(text))))[0]
+        errors.merge(whole or matching.beginning(chains, loose) or matching.named(chains, loose))
         numbered = numbered and not errors.matched
     answers = []
     for answer, evidence in errors.answers():
@@ -253,7 +244,7 @@ class _Errors:
 
     def add(self, chains: Iterable[ErrorChain], loose: Sequence[FlatText]) -> None:
         """Search a piece of the text."""
-        matches, unknown, framed = search(chains, loose)
+        matches, unknown, framed = matching.search(chains, loose)
         self.merge(matches)
         for lines, errors in ((self._unknown, unknown), (self._framed, framed)):
             first = {chain[0].words: chain[0].lines[0].number for chain in reversed(errors)}
@@ -318,7 +309,7 @@ class _Errors:
         if not lines and not self.matched and words:
             lines = {words: number}
         for words, number in sorted(lines.items(), key=lambda pair: pair[1])[-_MOST_UNKNOWN:]:
-            yield Unexplained(words[:_LONGEST], number, nearest(words), normalised(words[:_LONGEST]))
+            yield Unexplained(words[:_LONGEST], number, matching.nearest(words), normalised(words[:_LONGEST]))
 
 
 def _answer(found: ErrorMatch) -> Answer:
@@ -341,7 +332,7 @@ def _answer(found: ErrorMatch) -> Answer:
         conditions = ((name, fields["where"].split(" ", 1)) for name, fields in known.sections if "where" in fields)
         sections = next(((name,) for name, where in conditions if takes(*where)), ())
     for name in sections:
-        known = known._replace(**variant(name))
+        known = known._replace(**matching.variant(name))
     cause, wrong = known.cause.format_map(values), known.wrong.format_map(values)
     fix = tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor)
     said, number = found.source.lines_at(found.start, found.end)

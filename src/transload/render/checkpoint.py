@@ -9,7 +9,7 @@ from re import compile as regex
 from typing import Any
 
 from transload.contents import Contents, Key, Tensor
-from transload.findings import SEVERITIES, Finding, join_names
+from transload.findings import SEVERITIES, Finding, first_lines, join_names
 from transload.frozen import NamedTuple
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, copied, heading, note, tally
@@ -246,10 +246,7 @@ def findings(unsorted: Sequence[Finding]) -> Iterator[list[Block]]:
         role, sign = SEVERITY[finding.severity]
         title = ((printable(finding.title, None), "strong"), (f"  [{finding.code}]", "dim"))
         blocks: list[Block] = [Prose(title, lead=((f"{sign} ", role),))]
-        blocks += [Prose(printable(text, 400), lead=_INDENT) for text in finding.evidence[:_EVIDENCE]]
-        if len(finding.evidence) > _EVIDENCE:
-            more = f"… and {len(finding.evidence) - _EVIDENCE:,} more"
-            blocks.append(Prose(((more, "dim"),), lead=_INDENT))
+        blocks += [Prose(printable(text, 400), lead=_INDENT) for text in first_lines(finding.evidence, _EVIDENCE)]
         arrow = (("  → ", "good"),)
         for step in steps_of(finding.fix):
             if step.copied:
