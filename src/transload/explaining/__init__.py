@@ -259,10 +259,9 @@ class _Errors:
         """Search a piece without known messages and tracebacks only for the last line that looks like an error."""
         if not self.matched and (places := [match.start() for match in _LIKE_AN_ERROR.finditer(text)]):
             start = text.rfind("\n", 0, places[-1]) + 1
-            lines = lines_of(
-                "\n".join(text[start : places[-1] + _LONGEST].split("\n", 2)[:2]), number + text.count("\n", 0, start)
-            )
-            self._last = max(self._last, _last_line([FlatText([*lines])]))
+            line_and_next = "\n".join(text[start : places[-1] + _LONGEST].split("\n", 2)[:2])
+            lines = [*lines_of(line_and_next, number + text.count("\n", 0, start))]
+            self._last = max(self._last, _last_line([FlatText(lines)]))
 
     def merge(self, matches: Iterable[ErrorMatch]) -> None:
         """Add known errors; those with the same answer are counted."""
@@ -527,10 +526,8 @@ def report(explanation: Explanation) -> Iterator[Block]:
         if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
             another = "this machine has another fault: " if machine.code else ""
             which = "this machine has this fault: " if machine.fits else another
-            words = (
-                (printable(which + machine.title, None), ""),
-                (f"  [{machine.code}]" if machine.code else "", "dim"),
-            )
+            code = f"  [{machine.code}]" if machine.code else ""
+            words = (printable(which + machine.title, None), ""), (code, "dim")
             yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
             for text in machine.evidence[:3] if machine.code else ():
                 yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)

@@ -247,6 +247,9 @@ def variant(name: str) -> dict[str, Any]:
     return next(fields for text in pages for section, fields in _parsed(text).sections if section == name)
 
 
+_LISTS = ("needs", "doctor", "place", "explains", "names")  # fields of several words
+
+
 def _section(text: str) -> dict[str, Any]:
     """The fields of a section; unknown ones make ``KnownError(...)`` fail."""
     code, *blocks = text.strip("\n").split("\n\n")
@@ -273,9 +276,7 @@ def _section(text: str) -> dict[str, Any]:
             elif name == "value":
                 fields["value"] = (*fields.get("value", ()), value)
             else:
-                fields[name] = (
-                    tuple(value.split()) if name in ("needs", "doctor", "place", "explains", "names") else value
-                )
+                fields[name] = tuple(value.split()) if name in _LISTS else value
     if says:
         fields["says"] = tuple(says)
     return fields

@@ -121,17 +121,10 @@ def _judge_apart(checkpoint: Checkpoint, names: Judgement, load: str) -> Judgeme
     if not untrusted:
         return judged._replace(globals=names.globals)
     others = judge_pickles(pickle for file in untrusted for pickle in apart[file])
-    findings = []
-    for finding in others.findings:
-        if finding.code == "needs-trust":
-            path = os.path.join(checkpoint.path, untrusted[0])
-            title = "files beside the weights ask for names that torch.load refuses"
-            fix = (
-                "Loading the weights does not need them. To load such a file:",
-                f"$ transload inspect {quoted(path)}",
-            )
-            finding = replace(finding, title=title, fix=fix)  # noqa: PLW2901
-        findings.append(finding)
+    title = "files beside the weights ask for names that torch.load refuses"
+    command = f"$ transload inspect {quoted(os.path.join(checkpoint.path, untrusted[0]))}"
+    fix = ("Loading the weights does not need them. To load such a file:", command)
+    findings = [replace(f, title=title, fix=fix) if f.code == "needs-trust" else f for f in others.findings]
     worst = worst_safety(judged.safety, others.safety)
     return names._replace(safety=worst, findings=(*judged.findings, *findings))
 

@@ -137,19 +137,13 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
         sizes += [f"{size(checkpoint.dead_nbytes)} unused by any tensor"] if checkpoint.dead_nbytes else []
     out["size"] = _listed([((text, ""),) for text in sizes])
 
-    for label, uses in (
-        ("devices", [(use.device, use.tensors, use.nbytes) for use in checkpoint.devices]),
-        ("dtypes", checkpoint.dtypes),
-    ):
-        shown = [
-            # no tensor: only parts of one, such as the indices of a sparse tensor
-            (
-                (printable(name, 40), ""),
-                (f" {plural(tensors, 'tensor')}, {size(nbytes)}" if tensors else f" {size(nbytes)}", "dim"),
-            )
-            for name, tensors, nbytes in uses[:_ITEMS]
-        ]
-        out[label] = _listed(shown, len(uses) - _ITEMS)
+    devices = [(use.device, use.tensors, use.nbytes) for use in checkpoint.devices]
+    for label, uses in (("devices", devices), ("dtypes", checkpoint.dtypes)):
+        items = []
+        for name, tensors, nbytes in uses[:_ITEMS]:
+            counted = f"{plural(tensors, 'tensor')}, " if tensors else ""  # none: only the indices of a sparse one
+            items.append(((printable(name, 40), ""), (f" {counted}{size(nbytes)}", "dim")))
+        out[label] = _listed(items, len(uses) - _ITEMS)
 
     # The values nearest to the root, such as epoch, step and loss.
     leaves = checkpoint.leaves
