@@ -195,7 +195,7 @@ def _explained(texts: Iterable[str], files: Sequence[str] = (), *, checks: bool,
         numbered = numbered and not errors.matched
     answers = []
     for answer, evidence in errors.answers():
-        needs = evidence.known.needs if checks and answer.kind != "remark" else ()
+        needs = evidence.error.needs if checks and answer.kind != "remark" else ()
         machine = file = None
         if "machine" in needs:
             machine = _check_machine(diagnosis(), answer.causes, evidence.around)
@@ -226,7 +226,7 @@ def _loaded_files(error: BaseException) -> Iterator[str]:
 class _Evidence(NamedTuple):
     """What the checks need of the first match of an answer."""
 
-    known: KnownError
+    error: KnownError
     text: str
     near: tuple[str, str]
     around: str
@@ -267,19 +267,19 @@ class _Errors:
         """Add known errors; those with the same answer are counted."""
         keys: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # an answer takes longer than a match
         for match in matches:
-            known, source = match.known, match.source
-            if known.role == "frame" and not known.fix:
+            error, source = match.error, match.source
+            if error.role == "frame" and not error.fix:
                 continue
-            depends = known.hook or known.value or known.sections
-            same = known.code, source.flat[match.start : match.end], match.text[:_LONGEST] if depends else ""
+            depends = error.hook or error.value or error.sections
+            same = error.code, source.flat[match.start : match.end], match.text[:_LONGEST] if depends else ""
             if same not in keys:
                 answer = _answer(match)
-                keys[same] = key = known.code, answer.cause, answer.fix
+                keys[same] = key = error.code, answer.cause, answer.fix
                 if key not in self.matched:
-                    self._make_room(known.code)
+                    self._make_room(error.code)
                     near = match.near[0][:_MOST_NEAR], match.near[1][-_MOST_NEAR:]
                     around = (match.traceback or "".join(near))[-_MOST_NEAR:]
-                    self.matched[key] = answer, _Evidence(known, match.text[:_LONGEST], near, around)
+                    self.matched[key] = answer, _Evidence(error, match.text[:_LONGEST], near, around)
             self._times[keys[same]] += match.times
 
     def _make_room(self, code: str) -> None:
@@ -291,15 +291,15 @@ class _Errors:
 
     def answers(self) -> list[tuple[Answer, _Evidence]]:
         """The answers, causes first."""
-        errors = [evidence.known for _, evidence in self.matched.values()]
+        errors = [evidence.error for _, evidence in self.matched.values()]
         causes = any(error.role == "cause" for error in errors)
         explained = {code for error in errors for code in error.explains}
         shown = [
             (replace(answer, times=self._times[key]), evidence)
             for key, (answer, evidence) in self.matched.items()
-            if answer.code not in explained and not (causes and evidence.known.role == "frame")
+            if answer.code not in explained and not (causes and evidence.error.role == "frame")
         ]
-        return sorted(shown, key=lambda pair: (pair[0].kind == "remark", not pair[1].known.first, pair[0].line))
+        return sorted(shown, key=lambda pair: (pair[0].kind == "remark", not pair[1].error.first, pair[0].line))
 
     def unexplained(self) -> Iterator[Unexplained]:
         """The last unknown errors. If nothing was found, the last line that looks like an error, or just the last."""
@@ -311,10 +311,10 @@ class _Errors:
             yield Unexplained(words[:_LONGEST], number, matching.nearest(words), normalised(words[:_LONGEST]))
 
 
-def _answer(found: ErrorMatch) -> Answer:
-    known = found.known
-    blanks = {name: value[:_LONGEST_VALUE] for name, value in found.values.items()}
-    values = defaultdict(str, blanks, text=found.text)  # a blank that the wording does not have is empty
+def _answer(matched: ErrorMatch) -> Answer:
+    error = matched.error
+    blanks = {name: value[:_LONGEST_VALUE] for name, value in matched.values.items()}
+    values = defaultdict(str, blanks, text=matched.text)  # a blank that the wording does not have is empty
 
     def takes(name: str, pattern: str) -> bool:
         """Whether a value matches a pattern; if so, its groups become values."""
@@ -322,22 +322,22 @@ def _answer(found: ErrorMatch) -> Answer:
         values.update(match.groupdict("") if match else {})
         return match is not None
 
-    sections = getattr(hooks, known.hook)(values) if known.hook else ()
-    for line in known.value:
+    sections = getattr(hooks, error.hook)(values) if error.hook else ()
+    for line in error.value:
         name, place, pattern, words = line.split(" ", 3)
         if takes(place, pattern):
             values[name] = words.format_map(values)
     if not sections:
-        conditions = ((name, fields["where"].split(" ", 1)) for name, fields in known.sections if "where" in fields)
+        conditions = ((name, fields["where"].split(" ", 1)) for name, fields in error.sections if "where" in fields)
         sections = next(((name,) for name, where in conditions if takes(*where)), ())
     for name in sections:
-        known = known._replace(**matching.variant(name))
-    cause, wrong = known.cause.format_map(values), known.wrong.format_map(values)
-    fix = tuple(line.format_map(values) for line in known.fix) or doctor_steps(known.doctor)
-    said, number = found.source.lines_at(found.start, found.end)
-    main = known.code, known.role, cause, fix, wrong, said[:_LONGEST], number
-    kept = tuple((name, value) for name, value in found.values.items() if value.strip("…"))
-    return Answer(*main, torch=known.torch, causes=known.doctor, values=kept)
+        error = error._replace(**matching.variant(name))
+    cause, wrong = error.cause.format_map(values), error.wrong.format_map(values)
+    fix = tuple(line.format_map(values) for line in error.fix) or doctor_steps(error.doctor)
+    said, number = matched.source.lines_at(matched.start, matched.end)
+    main = error.code, error.role, cause, fix, wrong, said[:_LONGEST], number
+    kept = tuple((name, value) for name, value in matched.values.items() if value.strip("…"))
+    return Answer(*main, torch=error.torch, causes=error.doctor, values=kept)
 
 
 _LIKE_AN_ERROR = re.compile(r"(?:Error|Exception|error|fatal)\b")

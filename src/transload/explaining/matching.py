@@ -299,7 +299,7 @@ class ErrorMatch(NamedTuple):
     is how often an equal chain occurs.
     """
 
-    known: KnownError
+    error: KnownError
     start: int
     end: int
     values: dict[str, str]
@@ -345,11 +345,11 @@ def search(
         # Specific messages take precedence over words that many programs print: programs try one thing after another,
         # and print what failed before.
         mains = [main for main, _ in reported if main]
-        causes = [main for main in mains if main.known.role == "cause"]
-        specific = [main for main in causes if not (main.known.context or main.known.place)]
-        if chosen := specific or causes or [main for main in mains if main.known.fix]:
+        causes = [main for main in mains if main.error.role == "cause"]
+        specific = [main for main in causes if not (main.error.context or main.error.place)]
+        if chosen := specific or causes or [main for main in mains if main.error.fix]:
             matches.append(chosen[0]._replace(times=times))
-        elif all(main and main.known.role == "frame" for main, _ in reported):
+        elif all(main and main.error.role == "frame" for main, _ in reported):
             framed.append(chain)
         else:
             unknown.append(chain)
@@ -364,11 +364,11 @@ def _main(raised: RaisedError, traceback: str, *, indexed: bool = False) -> tupl
     frames = (line.text for line in reversed(raised.frames) if _PLACED.match(line.text))
     matches = _matches(raised.text, traceback, next(frames, "").rpartition("File ")[2], indexed=indexed)
     head = [match for match in matches if match.start < len(raised.first)]
-    causes = [match for match in head if match.known.role == "cause"]
+    causes = [match for match in head if match.error.role == "cause"]
     if causes:
-        main = min(causes, key=lambda match: (match.known.rank, -match.weight))
+        main = min(causes, key=lambda match: (match.error.rank, -match.weight))
     elif head:
-        main = next((match for match in matches if match.known.role == "cause"), head[0])
+        main = next((match for match in matches if match.error.role == "cause"), head[0])
     else:
         # Search the first paragraph, even if its first line has only the class of the exception.
         empty = (at for at, line in enumerate(raised.lines) if at > 1 and not line.text)
@@ -377,8 +377,8 @@ def _main(raised: RaisedError, traceback: str, *, indexed: bool = False) -> tupl
             return None, matches
         main = matches[0]
     beyond = max(main.end, len(raised.first))
-    below = (match for match in matches if match.start >= beyond and match.known.role == "cause")
-    return main, [match for match in below if match.known.rank == 0 and match.known.code != main.known.code]
+    below = (match for match in matches if match.start >= beyond and match.error.role == "cause")
+    return main, [match for match in below if match.error.rank == 0 and match.error.code != main.error.code]
 
 
 def _matches(source: FlatText, traceback: str = "", frame: str = "", *, indexed: bool = False) -> list[ErrorMatch]:
@@ -389,28 +389,28 @@ def _matches(source: FlatText, traceback: str = "", frame: str = "", *, indexed:
     """
     matches: list[ErrorMatch] = []
     text = source.flat
-    for known in mentioned(text, indexed=indexed):
-        if known.unless and re.search(known.unless, traceback or text):
+    for error in mentioned(text, indexed=indexed):
+        if error.unless and re.search(error.unless, traceback or text):
             continue
-        if known.context and not re.search(known.context, traceback or text):
+        if error.context and not re.search(error.context, traceback or text):
             continue
-        for wording in known.says:
+        for wording in error.says:
             at, beyond = text.find(wording.anchor), 0
             while at >= 0:
                 after = at + len(wording.anchor)
                 around = traceback or text[max(0, at - _BESIDE) : after + _BESIDE]
-                placed = not known.place or wording.weight >= _SPEAKS_FOR_ITSELF
+                placed = not error.place or wording.weight >= _SPEAKS_FOR_ITSELF
                 if not placed:
-                    places = ((place, frame or around if "/" in place else around) for place in known.place)
+                    places = ((place, frame or around if "/" in place else around) for place in error.place)
                     placed = any(place in where.replace("\\", "/") for place, where in places)
                 hit = wording.pattern.search(text, max(beyond, at - _AROUND), after + _AROUND) if placed else None
                 beyond = hit.end() if hit else beyond
                 if hit and not (wording.whole_line and source.lines_at(*hit.span())[0] != hit[0]):
                     values = hit.groupdict("")
-                    matches.append(ErrorMatch(known, *hit.span(), values, wording.weight, source, traceback))
+                    matches.append(ErrorMatch(error, *hit.span(), values, wording.weight, source, traceback))
                 at = text.find(wording.anchor, max(after, beyond))
     kept: list[tuple[int, int, ErrorMatch]] = []  # in order: no two of them overlap
-    for match in sorted(matches, key=lambda match: (match.known.rank, -match.weight, match.start)):
+    for match in sorted(matches, key=lambda match: (match.error.rank, -match.weight, match.start)):
         at = bisect_left(kept, match.end, key=itemgetter(0))
         if not at or kept[at - 1][1] <= match.start:
             kept.insert(at, (match.start, match.end, match))
@@ -447,12 +447,12 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
         pattern = re.compile(rf"(?:^{'' if value else '|…: '}){re.escape(begun)}(?!\w)")
         for page, text, lower in _lower_case():
             if begun in lower and pattern.search(lower):
-                known, wording = _parsed(page.text), Wording(text)
-                speaks = len(begun) >= _SPEAKS_FOR_ITSELF or not (known.context or known.place)
-                if speaks and known.hook in ("", *WITHOUT_BLANKS):
+                error, wording = _parsed(page.text), Wording(text)
+                speaks = len(begun) >= _SPEAKS_FOR_ITSELF or not (error.context or error.place)
+                if speaks and error.hook in ("", *WITHOUT_BLANKS):
                     values = dict.fromkeys(wording.pattern.groupindex, "…")
                     values |= dict.fromkeys([*values][:1], value) if value else {}
-                    matches.append(ErrorMatch(known, 0, len(said), values, wording.weight, lines[0], ""))
+                    matches.append(ErrorMatch(error, 0, len(said), values, wording.weight, lines[0], ""))
     return sorted(matches, key=lambda match: match.weight)[:1]  # the wording that has the least more to say
 
 
@@ -462,16 +462,16 @@ def named(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[Error
     if any(chains) or len(words) != 1:
         return []
     word = words[0].strip("[]'\"`.,:;()")
-    known = _of_the_doctor(word.upper()) or _result_of_cuda(word)
-    for page in _pages() if known is None and word else ():
+    error = _of_the_doctor(word.upper()) or _result_of_cuda(word)
+    for page in _pages() if error is None and word else ():
         if word in page.text:
             candidate = _parsed(page.text)
             if word in candidate.names or (word == candidate.code and candidate.hook in ("", *WITHOUT_BLANKS)):
-                known = candidate
-    if known is None:
+                error = candidate
+    if error is None:
         return []
-    values = dict.fromkeys((name for wording in known.says for name in wording.pattern.groupindex), "…")
-    return [ErrorMatch(known, 0, len(words[0]), values, 0, FlatText([Line(1, words[0])]), "")]
+    values = dict.fromkeys((name for wording in error.says for name in wording.pattern.groupindex), "…")
+    return [ErrorMatch(error, 0, len(words[0]), values, 0, FlatText([Line(1, words[0])]), "")]
 
 
 def _of_the_doctor(code: str) -> KnownError | None:
@@ -493,7 +493,7 @@ def _result_of_cuda(word: str) -> KnownError | None:
     for number, result in table("results")["cuda"].items():
         if word == number or plain == result["name"].replace("_", "").lower():
             matches = _matches(FlatText([Line(1, f"CUDA error: {result['text']}")]))
-            return matches[0].known if matches else None
+            return matches[0].error if matches else None
     return None
 
 
@@ -537,10 +537,10 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
     A message that matches, but not in its context, comes first.
     """
     near: dict[str, Near] = {}
-    for known in mentioned(text):
-        for wording in known.says if (known.context or known.place) and known.role == "cause" else ():
+    for error in mentioned(text):
+        for wording in error.says if (error.context or error.place) and error.role == "cause" else ():
             if wording.anchor in text and wording.pattern.search(text):
-                near[known.code] = Near(known.code, wording.shown, 1.0, "the same words, in another context")
+                near[error.code] = Near(error.code, wording.shown, 1.0, "the same words, in another context")
     rows, weights = _rows()
     present = {word for word in _only_words(text[:_COMPARED]).split() if word in weights}
     similar: dict[str, Near] = {}
