@@ -15,6 +15,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from tests import makers
 from tests.diagnose.machines import healthy
 
 import transload
@@ -83,10 +84,8 @@ def flipped() -> bytes:
 @cache
 def random_state() -> bytes:
     """The state of the random number generators, as the Trainer of transformers saves it."""
-    stream = io.BytesIO()
     numbers = np.random.get_state()  # noqa: NPY002 - as the Trainer does
-    torch.save({"python": random.getstate(), "numpy": numbers, "cpu": torch.get_rng_state()}, stream)
-    return stream.getvalue()
+    return makers.saved({"python": random.getstate(), "numpy": numbers, "cpu": torch.get_rng_state()})
 
 
 def machine() -> bytes:

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from tests import forge
 from tests.each import each
 from tests.forge import DANGEROUS, FUZZ, ordered, pickled, tensor
+from tests.makers import saved
 from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload.checkpoint import Checkpoint
@@ -45,12 +46,6 @@ tries = functools.partial(
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
-
-
-def saved(value: object, **options: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, **options)
-    return buffer.getvalue()
 
 
 def streamed(value: object) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import save as safetensors_of
 from tests import forge, forks
 from tests.each import for_each
+from tests.makers import saved
 from tests.release import RELEASE, needs_torch
 
 import transload
@@ -189,11 +189,10 @@ class TorchOutcomes:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> TorchOutcomes:
     folder = tmp_path_factory.mktemp("made")
     weights = safetensors_of({"a": torch.ones(300)})
-    large = io.BytesIO()
-    torch.save(torch.zeros(20_000), large)
+    data = saved(torch.zeros(20_000))
     files = {f"{index}.pt": content for index, content in enumerate(FORGED.values())} | {
         "no end.pt": forge.checkpoint()[:-30],
-        **{f"{size}.pt": large.getvalue()[:size] for size in CUT},
+        **{f"{size}.pt": data[:size] for size in CUT},
         "whole.safetensors": weights,
         "renamed.pt": weights,
         "cut in its header.safetensors": weights[:60],

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.makers import saved
 from torch import nn
 from torch.utils import cpp_extension
 
@@ -120,9 +121,7 @@ def test_copies_by_name_write_tied_weights_twice() -> None:
     tied[1].weight = tied[0].weight
 
     def size(value: Any) -> int:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        return len(buffer.getvalue())
+        return len(saved(value))
 
     copied = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
     assert size(copied) > 1.9 * size(tied.state_dict())
@@ -142,9 +141,7 @@ def test_map_location_cpu_is_not_enough_for_missing_classes(h200: Path) -> None:
 
 
 def test_map_location_cpu_does_not_reach_devices_that_are_values() -> None:
-    buffer = io.BytesIO()
-    torch.save({"device": torch.device("cuda:3"), "name": "cuda:3"}, buffer)
-    buffer.seek(0)
+    buffer = io.BytesIO(saved({"device": torch.device("cuda:3"), "name": "cuda:3"}))
     loaded = torch.load(buffer, map_location="cpu")
     assert loaded == {"device": torch.device("cuda:3"), "name": "cuda:3"}
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tests.makers import saved
 from tests.release import RELEASE
 from torch import nn
 
@@ -230,9 +231,7 @@ class Numbers(Rows):
 
 def reloaded(obj: object, **options: Any) -> Any:
     """What ``torch.load`` returns for an object that was saved."""
-    buffer = io.BytesIO()
-    torch.save(obj, buffer, **options)
-    buffer.seek(0)
+    buffer = io.BytesIO(saved(obj, **options))
     return torch.load(buffer)
 
 
@@ -283,9 +282,7 @@ class Stream:
     """A stream that can only be read, such as the response to a download."""
 
     def __init__(self) -> None:
-        buffer = io.BytesIO()
-        torch.save(ones(1), buffer)
-        self.data = buffer.getvalue()
+        self.data = saved(ones(1))
 
     def read(self) -> bytes:
         return self.data

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each import each
+from tests.makers import codes, saved
 
 from transload.checkpoint import Checkpoint, Part
 from transload.formats.programs.aotinductor import HEADER, capability, read_elf
@@ -37,10 +38,6 @@ def package(records: dict[str, bytes]) -> bytes:
 
 def part(checkpoint: Checkpoint, suffix: str) -> Part:
     return next(part for part in checkpoint.parts if part.name.endswith(suffix))
-
-
-def codes(checkpoint: Checkpoint) -> list[str]:
-    return [problem.code for problem in checkpoint.problems]
 
 
 # -- ELF headers
@@ -142,12 +139,9 @@ def test_ptx_target_is_read() -> None:
 
 def test_weights_outside_the_library_are_listed() -> None:
     base = torch.arange(12.0)
-    buffer = io.BytesIO()
-    torch.save(base, buffer)
+    buffer = saved(base)
     config = {"fc.weight": ["weight_0", [2, 3], [3, 1], 0], "tail": ["weight_0", [2, 2], [1, 2], 8]}
-    blob = package(
-        {f"{FOLDER}weights_config.json": json.dumps(config).encode(), "data/weights/weight_0": buffer.getvalue()}
-    )
+    blob = package({f"{FOLDER}weights_config.json": json.dumps(config).encode(), "data/weights/weight_0": buffer})
     checkpoint = read(blob)
     assert codes(checkpoint) == []
     assert checkpoint.shared == (("fc.weight", "tail"),)

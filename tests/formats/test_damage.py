@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.each import each
 from tests.release import RELEASE
 
@@ -29,9 +29,7 @@ def saved(**options: object) -> bytes:
     """Two large tensors, a small one and an integer, as ``torch.save`` writes them."""
     torch.default_generator.manual_seed(0)
     state = {"a.weight": torch.randn(128, 128), "b.weight": torch.randn(128, 128), "c": torch.arange(4), "epoch": 3}
-    buffer = io.BytesIO()
-    torch.save(state, buffer, **options)
-    return buffer.getvalue()
+    return makers.saved(state, **options)
 
 
 INTACT = saved()

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests import makers
 from tests.each import each
+from tests.forge import text
 from tests.release import needs_torch
 
 from transload.cli.main import main
@@ -20,11 +22,6 @@ from transload.opening import inspect
 
 REBUILD = b"ctorch._utils\n_rebuild_tensor_v2\n"
 HOOKS = b"ccollections\nOrderedDict\n)R"
-
-
-def text(value: str) -> bytes:
-    raw = value.encode()
-    return b"X" + len(raw).to_bytes(4, "little") + raw
 
 
 def storage(key: str, numel: int = 4) -> bytes:
@@ -106,9 +103,8 @@ def test_dangerous_record_that_torch_ignores_does_not_change_the_prediction() ->
 
 
 def test_conj_flag_is_reported() -> None:
-    out = io.BytesIO()
-    torch.save({"c": torch.ones(2, dtype=torch.complex64).conj(), "p": torch.ones(2)}, out)
-    assert [tensor.flags for tensor in inspect(out.getvalue()).tensors] == [("conj",), ()]
+    data = makers.saved({"c": torch.ones(2, dtype=torch.complex64).conj(), "p": torch.ones(2)})
+    assert [tensor.flags for tensor in inspect(data).tensors] == [("conj",), ()]
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -128,10 +124,9 @@ def test_duplicate_code_record_of_torch_1_1_is_not_reported() -> None:
 
 
 def test_nested_archive_makes_safety_unknown() -> None:
-    inner = io.BytesIO()
-    torch.save({}, inner)
+    inner = makers.saved({})
     assert inspect(saved(HOOKS)).safety == "data-only"
-    assert inspect(saved(HOOKS, extra_pt=inner.getvalue())).safety == "unknown"
+    assert inspect(saved(HOOKS, extra_pt=inner)).safety == "unknown"
 
 
 SHARING: dict[str, Callable[[int], bytes]] = {

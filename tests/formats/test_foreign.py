@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.each import each
+from tests.makers import saved
 
 import transload
 from transload.formats.foreign import HEAD, SCAN, Excerpt, Foreign, identify, identify_zip, mangled
@@ -257,14 +258,11 @@ def test_file_name_does_not_change_the_format(name: str) -> None:
 
 def test_files_written_by_torch_and_numpy() -> None:
     torch, numpy = pytest.importorskip("torch"), pytest.importorskip("numpy")
-    out = io.BytesIO()
-    torch.save({"a": torch.ones(300, 300)}, out)
-    assert identify_bytes(out.getvalue()).format == "torch-zip"
-    assert identify_bytes(out.getvalue().replace(b"\n", b"\r\n")).format == "crlf"
-    assert identify_bytes(b"x" * 100_000 + out.getvalue()).title.endswith("starts at byte 100,000")
-    out = io.BytesIO()
-    torch.save({"a": torch.ones(3)}, out, _use_new_zipfile_serialization=False)
-    assert identify_bytes(out.getvalue()).format == "torch-legacy"
+    data = saved({"a": torch.ones(300, 300)})
+    assert identify_bytes(data).format == "torch-zip"
+    assert identify_bytes(data.replace(b"\n", b"\r\n")).format == "crlf"
+    assert identify_bytes(b"x" * 100_000 + data).title.endswith("starts at byte 100,000")
+    assert identify_bytes(saved({"a": torch.ones(3)}, _use_new_zipfile_serialization=False)).format == "torch-legacy"
     for writer, format_ in ((numpy.save, "npy"), (numpy.savez, "npz")):
         out = io.BytesIO()
         writer(out, numpy.ones((2, 3)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.each import each
 from tests.forge import call, name, number, ordered, pickled, rebuild_call, storage_id, tensor, tuple_of
 from tests.release import RELEASE, SAVES_NEW_DTYPES, needs_torch
@@ -24,9 +24,7 @@ FORMATS = each("zipped", [True, False], ids=["zip", "legacy"])
 
 
 def saved(value: object, *, zipped: bool = True) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer, _use_new_zipfile_serialization=zipped)
-    return buffer.getvalue()
+    return makers.saved(value, _use_new_zipfile_serialization=zipped)
 
 
 def loaded(data: bytes, *, trust: bool = False) -> Any:

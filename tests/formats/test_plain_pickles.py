@@ -18,9 +18,9 @@ from tests.each import each
 from tests.forge import DANGEROUS, FLOATS, call, legacy, list_of, name, pickled, storage_id, text
 from tests.loading.equal import assert_same
 from tests.loading.zoo import save_with_tag
+from tests.makers import codes
 
 import transload
-from transload.checkpoint import Checkpoint
 from transload.errors import BrokenFileError, RescueError, UnsafeError
 from transload.opening import inspect
 
@@ -68,10 +68,6 @@ def loaded(data: bytes, **options: Any) -> Any:
 
 def round_trip(value: object) -> Any:
     return pickle.loads(dumped(value))
-
-
-def codes(checkpoint: Checkpoint) -> list[str]:
-    return [problem.code for problem in checkpoint.problems]
 
 
 @each("protocol", PROTOCOLS)

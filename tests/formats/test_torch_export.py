@@ -14,7 +14,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests import makers
 from tests.each import each
+from tests.makers import codes
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import SCALAR_TYPES
@@ -45,10 +47,6 @@ def saved(program: Any, **more: Any) -> bytes:
     buffer = io.BytesIO()
     torch.export.save(program, buffer, **more)
     return buffer.getvalue()
-
-
-def codes(checkpoint: Checkpoint) -> list[str]:
-    return [problem.code for problem in checkpoint.problems]
 
 
 def content(blob: bytes, tensor: Tensor, checkpoint: Checkpoint) -> Any:
@@ -181,20 +179,14 @@ def zipped(content: dict[str, bytes], root: str = "m/") -> bytes:
     return out.getvalue()
 
 
-def torch_saved(value: object) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 @pytest.mark.parametrize("ending", ["pt", "json"])
 def test_layout_up_to_torch_2_7(program: Any, blob: bytes, ending: str) -> None:
     old = zipped(
         {
             "serialized_exported_program.json": records(blob)["models/model.json"],
-            f"serialized_state_dict.{ending}": torch_saved(dict(program.state_dict)),
-            f"serialized_constants.{ending}": torch_saved(dict(program.constants)),
-            "serialized_example_inputs.pt": torch_saved(((torch.ones(1, 3),), {})),
+            f"serialized_state_dict.{ending}": makers.saved(dict(program.state_dict)),
+            f"serialized_constants.{ending}": makers.saved(dict(program.constants)),
+            "serialized_example_inputs.pt": makers.saved(((torch.ones(1, 3),), {})),
             "version": b"8.7",
             "extra_files/notes.txt": b"hello",
         },
@@ -210,7 +202,7 @@ def test_layout_up_to_torch_2_7(program: Any, blob: bytes, ending: str) -> None:
 def test_layout_of_torch_2_8(program: Any, blob: bytes) -> None:
     current = records(blob)
     kept = {name: current[name] for name in ("models/model.json", "data/sample_inputs/model.pt", "archive_format")}
-    weights, constants = torch_saved(dict(program.state_dict)), torch_saved(dict(program.constants))
+    weights, constants = makers.saved(dict(program.state_dict)), makers.saved(dict(program.constants))
     old = zipped({**kept, "data/weights/model.pt": weights, "data/constants/model.pt": constants})
     checkpoint = read(old)
     assert_tensors_equal(old, checkpoint, expected_tensors(program))
@@ -229,7 +221,7 @@ def test_pickled_tensors_and_objects_are_listed(blob: bytes) -> None:
         }
     }
     content["data/constants/model_constants_config.json"] = json.dumps(table).encode()
-    content["data/constants/tensor_9"] = torch_saved(torch.arange(3))
+    content["data/constants/tensor_9"] = makers.saved(torch.arange(3))
     content["data/constants/opaque_obj_0"] = pickle.dumps(os.getcwd, protocol=2)
     new = zipped(content)
     checkpoint = read(new)

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.each import each
 from tests.forge import (
     DANGEROUS,
@@ -22,23 +22,17 @@ from tests.forge import (
     storage_id,
     tensor,
 )
+from tests.makers import codes
 
-from transload.checkpoint import Checkpoint
 from transload.opening import inspect
 
 STAGES = ("magic", "protocol", "facts", "object", "keys")
 ONE = struct.pack("<q", 4) + FLOATS
 
 
-def codes(checkpoint: Checkpoint) -> list[str]:
-    return [problem.code for problem in checkpoint.problems]
-
-
 def saved() -> bytes:
-    buffer = io.BytesIO()
     state = {f"w{i}": torch.arange(count, dtype=torch.float32) for i, count in enumerate((40, 0, 7, 300))}
-    torch.save(state, buffer, _use_new_zipfile_serialization=False)
-    return buffer.getvalue()
+    return makers.saved(state, _use_new_zipfile_serialization=False)
 
 
 def test_file_saved_by_torch_has_no_problems() -> None:
@@ -221,6 +215,5 @@ def test_python_2_string_that_is_not_utf8_needs_another_encoding() -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_magic_number_in_every_pickle_protocol_is_accepted(protocol: int) -> None:
-    file = io.BytesIO()
-    torch.save({"w": torch.ones(2)}, file, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
-    assert inspect(file.getvalue()).ok
+    data = makers.saved({"w": torch.ones(2)}, pickle_protocol=protocol, _use_new_zipfile_serialization=False)
+    assert inspect(data).ok

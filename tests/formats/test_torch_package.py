@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import platform
-import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests import forge
+from tests.makers import codes
 from torch.package import PackageExporter, PackageImporter
 
 from transload.checkpoint import Checkpoint, Tensor
@@ -52,10 +53,6 @@ def exported(fill: Callable[[Any], None]) -> bytes:
         exporter.extern(["torch.**", "builtins", "sys", "math", "collections"])
         fill(exporter)
     return buffer.getvalue()
-
-
-def codes(checkpoint: Checkpoint) -> list[str]:
-    return [problem.code for problem in checkpoint.problems]
 
 
 def values(blob: bytes, checkpoint: Checkpoint, tensor: Tensor) -> Any:
@@ -147,11 +144,7 @@ def persistent(*fields: bytes) -> bytes:
     return b"\x80\x02(" + b"".join(fields) + b"tQ."
 
 
-def short(text: str) -> bytes:
-    return b"X" + struct.pack("<I", len(text)) + text.encode()
-
-
-CALL = (short("reduce_package"), b"K\x07", b"cos\ngetcwd\n", b")")
+CALL = (forge.text("reduce_package"), b"K\x07", b"cos\ngetcwd\n", b")")
 
 
 @pytest.mark.parametrize("fields", [CALL, (CALL[0], *CALL[2:])], ids=["with an id", "without an id"])
@@ -162,7 +155,7 @@ def test_call_in_a_persistent_id_is_listed(fields: tuple[bytes, ...]) -> None:
 
 
 def test_unknown_persistent_id_is_reported() -> None:
-    assert codes(read(zipped({"a/b.pkl": persistent(short("thing"), b"K\x01")}))) == ["pickle-odd-id"]
+    assert codes(read(zipped({"a/b.pkl": persistent(forge.text("thing"), b"K\x01")}))) == ["pickle-odd-id"]
 
 
 def test_pickle_under_any_name_is_listed() -> None:
@@ -183,4 +176,8 @@ def test_missing_storage_is_reported(module: Any) -> None:
 @settings(max_examples=100)
 @given(st.binary(max_size=60))
 def test_arbitrary_pickles_do_not_raise(tail: bytes) -> None:
-    read(zipped({"a/b.pkl": persistent(short("reduce_package"), tail), ".data/ts_code/0/data.pkl": b"\x80\x02" + tail}))
+    read(
+        zipped(
+            {"a/b.pkl": persistent(forge.text("reduce_package"), tail), ".data/ts_code/0/data.pkl": b"\x80\x02" + tail}
+        )
+    )

@@ -19,6 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.each import each
+from tests.makers import codes
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.formats.programs.torchscript import code_problems
@@ -34,10 +35,6 @@ RELEASES = [
     "torch-2.6.0-py3.11.7",
     "torch-2.13.0-py3.11.7",
 ]
-
-
-def codes(checkpoint: Checkpoint) -> list[str]:
-    return [problem.code for problem in checkpoint.problems]
 
 
 def tensor_from_bytes(blob: bytes, checkpoint: Checkpoint, tensor: Tensor) -> Any:

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.makers import codes
 
 from transload.checkpoint import Checkpoint
 from transload.errors import CannotReadError
@@ -28,10 +29,6 @@ def unpacked(data: Path, tmp_path: Path) -> Path:
 
 def read_unzipped(path: str) -> Checkpoint:
     return unzipped.read(Merger(Folder(path).list(), read, read_source))
-
-
-def codes(checkpoint: Checkpoint) -> list[str]:
-    return [problem.code for problem in checkpoint.problems]
 
 
 def test_tensors_are_the_same_as_in_the_archive(data: Path, unpacked: Path) -> None:

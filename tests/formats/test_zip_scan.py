@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.each import each
 from tests.forge import Entry, archive, entries, ordered, pickled, tensor, with_changes
 
@@ -25,10 +25,8 @@ SIZES = (40, 0, 7, 300)
 
 def saved() -> bytes:
     """A state dict with four storages, one of them empty, as torch saves it."""
-    buffer = io.BytesIO()
     state = {f"w{i}": torch.arange(count, dtype=torch.float32) for i, count in enumerate(SIZES)}
-    torch.save(state, buffer)
-    return buffer.getvalue()
+    return makers.saved(state)
 
 
 def extents(checkpoint: Checkpoint) -> dict[str, tuple[int | None, int, int]]:
@@ -94,9 +92,7 @@ def test_file_without_its_last_bytes_is_repairable(missing: int) -> None:
 
 
 def test_missing_empty_storage_is_repairable() -> None:
-    buffer = io.BytesIO()
-    torch.save({"w": torch.ones(9), "e": torch.empty(0)}, buffer)
-    complete = buffer.getvalue()
+    complete = makers.saved({"w": torch.ones(9), "e": torch.empty(0)})
     offset = next(s.offset for s in inspect(complete).storages if s.key == "0")
     assert offset is not None
     checkpoint = inspect(complete[: offset + 36])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import makers
 from tests.each import for_each, parametrize_groups
 from tests.loading.equal import assert_same
 from tests.loading.zoo import IGNORED_WARNINGS, ZOO, saved
@@ -102,10 +103,9 @@ def test_specimens_load_on_the_gpu(names: list[str], tag: str) -> None:
 def test_nested_tensor_loads_on_the_gpu() -> None:
     """It is rebuilt on the GPU from sizes on the CPU, as torch saves them."""
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], device="cuda")
-    buffer = io.BytesIO()
-    torch.save(nested, buffer)
-    loaded = transload.load(buffer.getvalue())
-    assert_same(torch.load(io.BytesIO(buffer.getvalue()), weights_only=False), loaded)
+    data = makers.saved(nested)
+    loaded = transload.load(data)
+    assert_same(torch.load(io.BytesIO(data), weights_only=False), loaded)
     assert loaded.is_cuda
 
 

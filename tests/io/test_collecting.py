@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import makers
 
 from transload.io import gc_paused
 from transload.loading import load
@@ -25,9 +26,7 @@ class Cycle:
 
 @pytest.fixture
 def saved() -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"a": torch.ones(3)}, buffer)
-    return buffer.getvalue()
+    return makers.saved({"a": torch.ones(3)})
 
 
 def test_load_does_not_move_existing_garbage_to_the_oldest_generation(saved: bytes) -> None:
@@ -40,9 +39,7 @@ def test_load_does_not_move_existing_garbage_to_the_oldest_generation(saved: byt
 
 
 def test_loaded_objects_are_garbage_collected_like_any_others() -> None:
-    buffer = io.BytesIO()
-    torch.save(Cycle(), buffer)
-    buffer.seek(0)
+    buffer = io.BytesIO(makers.saved(Cycle()))
     gc.collect()
     loaded = load(buffer, weights_only=False)
     reference = weakref.ref(loaded)

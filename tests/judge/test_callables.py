@@ -95,7 +95,7 @@ def test_no_safe_globals_line_for_names_that_cannot_be_allowed(module: str, name
 @each(("module", "name"), NOT_ALLOWABLE)
 def test_name_that_cannot_be_allowed_is_unknown_and_the_fix_says_so(module: str, name: str) -> None:
     assert classify(module, name)[0] == "unknown"
-    data = forge.checkpoint(forge.pickled(f"c{module}\n{name}\n".encode()))
+    data = forge.checkpoint(forge.pickled(forge.name(module, name)))
     (fix,) = (finding.fix for finding in transload.inspect(data).findings if finding.code == "needs-trust")
     assert fix[0].startswith(f"There is no line to allow {module}.{name}")
 

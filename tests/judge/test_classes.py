@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from tests.makers import saved
 from tests.release import needs_torch
 
 import transload
@@ -77,22 +78,21 @@ def _restore_safe_globals() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES)
 def test_user_classes_are_listed_and_the_printed_lines_load_them(case: str) -> None:
     value, names = CASES[case]
-    file = io.BytesIO()
-    torch.save({"w": torch.ones(2), "value": value}, file)
-    checkpoint = transload.inspect(file.getvalue())
+    file = saved({"w": torch.ones(2), "value": value})
+    checkpoint = transload.inspect(file)
     untrusted = {use.name for use in checkpoint.globals if use.verdict != "data"} - {"getattr"}  # for enums
     assert (checkpoint.safety, untrusted) == ("needs-trust", names)
     with pytest.raises(transload.UnsafeError, match=f"GLOBAL .*({'|'.join(names)}|getattr) was not"):
-        transload.load(file.getvalue())
+        transload.load(file)
     (fix,) = (finding.fix for finding in checkpoint.findings if finding.code == "needs-trust")
     if case == "attributes":  # torch sets no items on user classes
         assert fix[0].startswith("Allowing the names is not enough")
         torch.serialization.add_safe_globals([Attributes])
-        assert transload.load(file.getvalue())["value"] == value
+        assert transload.load(file)["value"] == value
         return
     lines = [line for line in fix if not line.startswith(("$", "This extracts"))]
     for load in (torch.load, transload.load):
-        namespace: dict[str, Any] = {"load": load, "path": io.BytesIO(file.getvalue())}
+        namespace: dict[str, Any] = {"load": load, "path": io.BytesIO(file)}
         exec("\n".join(lines).replace("torch.load", "load"), namespace)  # noqa: S102 - the lines we tell users to paste
         assert namespace["obj"]["value"] == value
 

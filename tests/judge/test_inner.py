@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.release import needs_torch
 
 import transload
@@ -59,9 +59,7 @@ def _restore_safe_globals() -> Iterator[None]:
 
 
 def saved(name: str) -> bytes:
-    out = io.BytesIO()
-    torch.save(CASES[name][0], out)
-    return out.getvalue()
+    return makers.saved(CASES[name][0])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,7 +107,7 @@ def test_printed_lines_load_the_file(name: str) -> None:
 
 def getattr_of(module: str, name: str, *attributes: str) -> bytes:
     """``getattr(getattr(module.name, …), …)``."""
-    body = f"c{module}\n{name}\n".encode()
+    body = forge.name(module, name)
     for attribute in attributes:
         body = b"cbuiltins\ngetattr\n" + body + forge.text(attribute) + b"\x86R"
     return body

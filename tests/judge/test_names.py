@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 import torch
 import torch._weights_only_unpickler as weights_only
+from tests import forge
 from tests.each import each
 
 import transload
@@ -27,7 +28,7 @@ class InspectZip(Protocol):
 
 def call(module: str, name: str) -> bytes:
     """GLOBAL, no arguments, REDUCE."""
-    return f"c{module}\n{name}\n".encode() + b")R"
+    return forge.name(module, name) + b")R"
 
 
 def use_of(checkpoint: Checkpoint, full_name: str) -> GlobalUse:
@@ -133,7 +134,7 @@ def test_call_of_a_name_on_the_never_list_is_dangerous(row: str, inspect_zip: In
 @each("row", N1_TO_N10)
 def test_name_on_the_never_list_is_dangerous_even_if_not_called(row: str, inspect_zip: InspectZip) -> None:
     module, name = N1_TO_N10[row]
-    assert inspect_zip(f"c{module}\n{name}\n".encode()).safety == "dangerous"
+    assert inspect_zip(forge.name(module, name)).safety == "dangerous"
 
 
 UNKNOWN = {
@@ -154,7 +155,7 @@ UNKNOWN = {
 @each("row", UNKNOWN)
 def test_unlisted_name_needs_trust(row: str, inspect_zip: InspectZip) -> None:
     module, name = UNKNOWN[row]
-    assert inspect_zip(f"c{module}\n{name}\n".encode()).safety == "needs-trust"
+    assert inspect_zip(forge.name(module, name)).safety == "needs-trust"
     # A tensor that is rebuilt without arguments is broken as well.
     assert inspect_zip(call(module, name)).safety in ("needs-trust", "unknown")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from tests.each import each
 from tests.forge import Entry, archive, entries
+from tests.makers import saved
 from tests.release import RELEASE
 
 import transload
@@ -61,9 +61,7 @@ def test_real_release_is_in_the_range_of_a_truncated_file(path: Path) -> None:
 
 
 def test_record_cut_off_by_truncation_is_not_evidence_of_its_absence() -> None:
-    out = io.BytesIO()
-    torch.save({"a": torch.ones(4000)}, out)
-    data = out.getvalue()
+    data = saved({"a": torch.ones(4000)})
     checkpoint = transload.inspect(data[: data.index(b"PK\x03\x04", 4)])
     assert any(record.name == "data.pkl" for record in checkpoint.records)
     assert (checkpoint.written_by.oldest, checkpoint.written_by.newest) == ("", "")
@@ -83,9 +81,7 @@ def test_fixtures_cover_eight_releases() -> None:
 
 
 def save_and_inspect(value: object, **options: Any) -> Checkpoint:
-    out = io.BytesIO()
-    torch.save(value, out, **options)
-    return transload.inspect(out.getvalue())
+    return transload.inspect(saved(value, **options))
 
 
 RECORDED: dict[str, tuple[object, dict[str, str]]] = {

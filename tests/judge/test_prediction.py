@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.each import each
 from tests.judge.conftest import FILES, Alone
+from tests.makers import saved
 from tests.release import RELEASE, needs_torch
 
 import transload
@@ -46,12 +47,9 @@ def test_fixtures_cover_every_outcome(alone: Alone) -> None:
 
 
 def test_prediction_says_that_torch_2_15_refuses_nested_tensors() -> None:
-    file = io.BytesIO()
-    torch.save(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), file)
-    assert "from 2.15 on" in transload.inspect(file.getvalue()).prediction
-    file = io.BytesIO()
-    torch.save(torch.ones(2), file)
-    assert transload.inspect(file.getvalue()).prediction == "torch.load loads it anywhere"
+    data = saved(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    assert "from 2.15 on" in transload.inspect(data).prediction
+    assert transload.inspect(saved(torch.ones(2))).prediction == "torch.load loads it anywhere"
 
 
 def test_prediction_says_that_older_torch_fails_on_new_jagged_tensors() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
 from collections.abc import Callable
@@ -11,8 +10,9 @@ from typing import Protocol
 
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.each import each
+from tests.forge import name, text
 from tests.release import needs_torch
 
 import transload
@@ -24,15 +24,6 @@ from transload.judge.safety import MAX_DEPTH, judge_pickles, safe_globals_lines
 
 class InspectZip(Protocol):
     def __call__(self, body: bytes, storages: dict[str, bytes] | None = None, *, protocol: int = 2) -> Checkpoint: ...
-
-
-def text(value: str) -> bytes:
-    raw = value.encode()
-    return b"X" + len(raw).to_bytes(4, "little") + raw
-
-
-def name(module: str, attribute: str) -> bytes:
-    return f"c{module}\n{attribute}\n".encode()
 
 
 def getattr_of(owner: bytes, attribute: str) -> bytes:
@@ -141,9 +132,7 @@ def test_call_cannot_be_hidden_in_a_stream(case: str, archive_of: Callable[[byte
 
 @each("position", range(5))
 def test_c20_call_in_any_of_the_five_legacy_pickles_is_dangerous(position: int) -> None:
-    out = io.BytesIO()
-    torch.save({"a": 1}, out, _use_new_zipfile_serialization=False)
-    raw = out.getvalue()
+    raw = makers.saved({"a": 1}, _use_new_zipfile_serialization=False)
     starts = [stream.start for stream in run_all(raw)]
     offset = starts[position] + 2  # after PROTO
     checkpoint = transload.inspect(raw[:offset] + PAYLOAD + b"0" + raw[offset:])
@@ -190,9 +179,7 @@ def loads(raw: bytes, module: str = "pickle", attribute: str = "loads") -> bytes
 
 def saved(**options: bool) -> bytes:
     """A torch checkpoint whose pickle uses a global."""
-    out = io.BytesIO()
-    torch.save(ValueError, out, **options)
-    return out.getvalue()
+    return makers.saved(ValueError, **options)
 
 
 NESTED = {

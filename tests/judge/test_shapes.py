@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import pytest
 import torch
 from tests.each import each
+from tests.forge import name, text
 from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
@@ -27,15 +28,6 @@ from transload.nodes import REBUILDS, Call, Dict, Global
 
 class InspectZip(Protocol):
     def __call__(self, body: bytes, storages: dict[str, bytes] | None = None, *, protocol: int = 2) -> Checkpoint: ...
-
-
-def text(value: str) -> bytes:
-    raw = value.encode()
-    return b"X" + len(raw).to_bytes(4, "little") + raw
-
-
-def name(module: str, attribute: str) -> bytes:
-    return f"c{module}\n{attribute}\n".encode()
 
 
 def call(full: str, *args: bytes) -> bytes:

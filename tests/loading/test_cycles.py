@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests import makers
 from tests.each import each
 from tests.loading.zoo import IGNORED_WARNINGS
 from torch import nn
@@ -125,9 +126,7 @@ def test_long_chain_of_tensor_attributes_is_not_damage() -> None:
         chain.append(torch.ones(1))
         chain[-1].before = chain[-2]
     for order in (1, -1):
-        saved = io.BytesIO()
-        torch.save(chain[::order], saved)
-        checkpoint = transload.inspect(saved.getvalue())
+        checkpoint = transload.inspect(makers.saved(chain[::order]))
         assert (checkpoint.problems, len(checkpoint.tensors)) == ((), 81)
 
 
@@ -138,8 +137,6 @@ def test_shared_attributes_are_read_once() -> None:
         tensor: Any = torch.ones(1)
         tensor.group = group
         group["all"].append(tensor)
-    saved = io.BytesIO()
-    torch.save([*group["all"], group], saved)
-    checkpoint = transload.inspect(saved.getvalue())
+    checkpoint = transload.inspect(makers.saved([*group["all"], group]))
     assert checkpoint.problems == ()
     assert len(checkpoint.tensors) <= 3000

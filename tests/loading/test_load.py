@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.each import each, for_each, parametrize_groups
 from tests.loading.equal import assert_same
 from tests.loading.zoo import DATA_TORCH_REFUSES, FORMS, IGNORED_WARNINGS, ZOO, Specimen, registered_as_safe, saved
@@ -242,9 +242,7 @@ def test_objects_in_one_stream_are_read_one_after_the_other() -> None:
 
 
 def _saved(value: Any, *, legacy: bool = False) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream, _use_new_zipfile_serialization=not legacy)
-    return stream.getvalue()
+    return makers.saved(value, _use_new_zipfile_serialization=not legacy)
 
 
 _ZIP, _LEGACY = _saved(torch.ones(1)), _saved(torch.zeros(2), legacy=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.loading.equal import assert_same
 from tests.loading.test_open import CountingFile, raw
 from tests.quantized import working_engine
@@ -60,10 +60,7 @@ def meta(kind: Callable[[], nn.Module] = Net) -> nn.Module:
 
 
 def file_of(value: Any, **options: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file, **options)
-    file.seek(0)
-    return file
+    return io.BytesIO(makers.saved(value, **options))
 
 
 def assert_same_state(one: nn.Module, other: nn.Module) -> None:

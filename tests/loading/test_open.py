@@ -23,7 +23,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
-from tests import forge
+from tests import forge, makers
 from tests.each import for_each, parametrize_groups
 from tests.loading.equal import assert_same
 from tests.loading.zoo import ZOO, registered_as_safe, saved
@@ -67,10 +67,7 @@ class CountingFile(io.BytesIO):
 
 
 def file_of(value: Any, **options: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file, **options)
-    file.seek(0)
-    return file
+    return io.BytesIO(makers.saved(value, **options))
 
 
 def tensors_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], torch.Tensor]]:

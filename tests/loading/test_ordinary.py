@@ -30,6 +30,7 @@ from tests.forge import (
 )
 from tests.loading.equal import assert_same
 from tests.loading.zoo import IGNORED_WARNINGS
+from tests.makers import saved
 
 from transload.errors import LoadError
 from transload.geometry import contiguous
@@ -159,10 +160,9 @@ def test_fast_path_equals_general_path_and_torch(case: str, monkeypatch: pytest.
 
 def test_all_tensors_of_a_state_dict_take_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
-    buffer = io.BytesIO()
-    torch.save({"model": model.state_dict(), "ema": [*model.parameters()]}, buffer)
+    data = saved({"model": model.state_dict(), "ema": [*model.parameters()]})
     with recorded_fast_path(monkeypatch) as fast:
-        load(buffer.getvalue())
+        load(data)
     assert sum(fast) == len(model.state_dict()) + len([*model.parameters()])
 
 

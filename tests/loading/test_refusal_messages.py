@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests import forge
+from tests.makers import saved
 from tests.release import RELEASE, needs_torch
 
 import transload
@@ -26,7 +27,7 @@ import transload
     ],
 )
 def test_refusal_names_the_global_in_the_words_of_torch(module: str, name: str, shown: str) -> None:
-    data = forge.checkpoint(forge.pickled(f"c{module}\n{name}\n".encode()))
+    data = forge.checkpoint(forge.pickled(forge.name(module, name)))
     with pytest.raises(pickle.UnpicklingError) as ours:
         transload.load(data)
     assert "Weights only load failed" in str(ours.value)
@@ -57,13 +58,12 @@ REFUSED: dict[str, tuple[object, list[object], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_object_refused_while_it_is_rebuilt_is_reported_in_the_words_of_torch(case: str) -> None:
     value, allowed, refused_name = REFUSED[case]
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
+    data = saved(value)
     if not hasattr(np, "_core"):
         refused_name = refused_name.replace("numpy._core", "numpy.core")
     for load in (torch.load, transload.load):
         with torch.serialization.safe_globals(allowed), pytest.raises(pickle.UnpicklingError) as caught:
-            load(io.BytesIO(buffer.getvalue()), weights_only=True)
+            load(io.BytesIO(data), weights_only=True)
         assert "Weights only load failed" in str(caught.value)
         assert not refused_name or f"Unsupported global: GLOBAL {refused_name} was not an allowed global" in str(
             caught.value

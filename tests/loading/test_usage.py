@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests import makers
 from tests.loading.equal import assert_same
 from tests.loading.zoo import IGNORED_WARNINGS, saved
 from torch.utils.data import DataLoader, TensorDataset
@@ -115,9 +116,8 @@ def test_fake_tensor_mode_is_honoured() -> None:
 
     if not hasattr(torch._guards, "active_fake_mode"):
         pytest.skip("this torch has no active_fake_mode")
-    legacy = io.BytesIO()
-    torch.save(torch.load(CUDA, map_location="cpu"), legacy, _use_new_zipfile_serialization=False)
-    for data in (CUDA.read_bytes(), legacy.getvalue()):
+    legacy = makers.saved(torch.load(CUDA, map_location="cpu"), _use_new_zipfile_serialization=False)
+    for data in (CUDA.read_bytes(), legacy):
         with FakeTensorMode():
             expected = torch.load(io.BytesIO(data), map_location="cpu")
             loaded = load(data, "cpu")
@@ -219,12 +219,11 @@ def test_map_location_function_gets_the_same_calls_as_with_torch() -> None:
 def test_empty_storage_can_be_viewed_with_several_dtypes(*, zipped: bool) -> None:
     empty = torch.empty(0)
     tensors = {"f": empty, "i": empty.view(torch.int32), "p": torch.nn.Parameter(empty), "g": torch.ones(2)}
-    buffer = io.BytesIO()
-    torch.save(tensors, buffer, _use_new_zipfile_serialization=zipped)
-    assert transload.inspect(buffer.getvalue()).ok
-    assert transload.verify(buffer.getvalue()).ok
+    data = makers.saved(tensors, _use_new_zipfile_serialization=zipped)
+    assert transload.inspect(data).ok
+    assert transload.verify(data).ok
     for weights_only in (True, False):
-        loaded = transload.load(buffer.getvalue(), weights_only=weights_only)
+        loaded = transload.load(data, weights_only=weights_only)
         assert [value.dtype for value in loaded.values()] == [value.dtype for value in tensors.values()]
     resaved = io.BytesIO()
     transload.save(tensors, resaved)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests import forge
+from tests import forge, makers
 from tests.each import each, for_each
 from tests.loading.equal import assert_same
 from tests.release import needs_torch
@@ -95,9 +95,7 @@ REFUSED: dict[str, Any] = {
 
 
 def saved(value: Any, protocol: int) -> bytes:
-    buffer = io.BytesIO()
-    torch.save({"w": torch.ones(2), "value": value}, buffer, pickle_protocol=protocol)
-    return buffer.getvalue()
+    return makers.saved({"w": torch.ones(2), "value": value}, pickle_protocol=protocol)
 
 
 def test_values_load_as_with_torch_and_trust() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests import forge
 from tests.each import each
+from tests.makers import saved
 from tests.shared import open_elements
 
 from transload.checkpoint import Tensor
@@ -23,12 +24,6 @@ from transload.opening import elements as content_module
 from transload.opening.elements import Allowance, ElementReader, FileRange
 
 DATA = Path(__file__).parent.parent / "data"
-
-
-def saved(value: object, **options: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out, **options)
-    return out.getvalue()
 
 
 def read(content: ElementReader, tensor: Tensor, size: int = 4 << 20) -> bytes:

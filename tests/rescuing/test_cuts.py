@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors import torch as safetensors_torch
 from tests.forge import FUZZ
+from tests.makers import saved
 from tests.release import needs_torch
 from tests.rescuing.makers import ARCHIVES, ROOT, complete_before, hashes, ident, index_end
 
@@ -94,9 +95,7 @@ def test_new_file_contains_the_tensors_before_the_cut(data: bytes, fill: str | N
 @pytest.mark.parametrize("fill", ["zeros", "nan"])
 def test_fill_replaces_lost_tensors_if_another_is_intact(fill: str, tmp_path: Path) -> None:
     weight = torch.arange(100, dtype=torch.float32)
-    out = io.BytesIO()
-    torch.save({"w": weight, "n": torch.arange(4), "z": torch.ones(3, dtype=torch.bfloat16)}, out)
-    data = out.getvalue()
+    data = saved({"w": weight, "n": torch.arange(4), "z": torch.ones(3, dtype=torch.bfloat16)})
     storage = inspect(data).storages[0]
     none_intact = rescue(data[: (storage.offset or 0) + 42], tmp_path / "o.pt", fill=fill)  # type: ignore[arg-type]
     assert none_intact.exit_code == 2, "no tensor is intact"
@@ -224,9 +223,7 @@ def test_archive_inside_a_record_is_not_mistaken_for_the_file() -> None:
 
 def test_truncated_directory_longer_than_the_tail_is_read_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory of 3,500 tensors exceeds the tail that is read at once; this test shortens the tail instead."""
-    out = io.BytesIO()
-    torch.save({f"w{n}": torch.zeros(1) for n in range(20)}, out)
-    data = out.getvalue()
+    data = saved({f"w{n}": torch.zeros(1) for n in range(20)})
     complete = find_directory(BytesSource(data))
     monkeypatch.setattr("transload.formats.zip_scan._TAIL", 300)
     for cut in (complete.entries[15].end, complete.entries[15].end + 20):

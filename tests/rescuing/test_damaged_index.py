@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -10,18 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.forge import FUZZ
+from tests.makers import saved
 from tests.rescuing.makers import hashes
 
 from transload import inspect, rescue
 from transload.rescuing.bitflips import destroyed_bytes
 from transload.rescuing.damaged_index import read_damaged_index
-
-
-def saved(value: object) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
-
 
 GENERATOR = torch.Generator().manual_seed(0)
 STATE = {

@@ -13,6 +13,7 @@ from zlib import crc32
 import pytest
 import torch
 from tests.forge import FUZZ
+from tests.makers import saved
 from tests.rescuing.makers import ARCHIVES, flipped, ident
 
 import transload
@@ -102,9 +103,7 @@ def saved_by_transload(**options: Any) -> bytes:
 
 
 def saved_by_torch() -> bytes:
-    out = io.BytesIO()
-    torch.save({"a": torch.arange(3), "b": torch.zeros(0)}, out)
-    return out.getvalue()
+    return saved({"a": torch.arange(3), "b": torch.zeros(0)})
 
 
 def without_checksums() -> bytes:
@@ -139,10 +138,8 @@ def _places(offset: int | None, size: int) -> range:
 @pytest.fixture(scope="module")
 def large() -> bytes:
     generator = torch.Generator().manual_seed(0)
-    out = io.BytesIO()
     state = {f"w{n}": torch.randn(1000, generator=generator) for n in range(50)}
-    torch.save({**state, "big": torch.randn(1 << 19, generator=generator)}, out)
-    return out.getvalue()
+    return saved({**state, "big": torch.randn(1 << 19, generator=generator)})
 
 
 def test_repair_in_a_large_record_is_only_probable(large: bytes) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import random
 import struct
 from pathlib import Path
 
 import pytest
 import torch
+from tests.makers import saved
 from tests.rescuing.makers import ROOT, hashes, ident
 
 from transload import inspect, rescue, verify
@@ -171,11 +171,10 @@ def test_archive_without_checksums_yields_only_intact_tensors(tmp_path: Path) ->
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(compute_crc32=False)
     try:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
+        buffer = saved(state)
     finally:
         torch.serialization.set_crc32_options(before)
-    data, rng = buffer.getvalue(), random.Random(1)  # noqa: S311 - reproducible
+    data, rng = buffer, random.Random(1)  # noqa: S311 - reproducible
     first = data.index(state["w0"].numpy().tobytes())
     codes = set()
     for size in (1, 4, 8, 64, 100) * 6:

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import makers
 from tests.loading.equal import assert_same
 from tests.loading.zoo import save_with_tag
 from torch import nn
@@ -53,9 +54,7 @@ def records(data: bytes) -> dict[str, bytes]:
 
 def through_torch(value: Any) -> Any:
     """The value after it was saved and loaded by torch."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    return loaded(file.getvalue())
+    return loaded(makers.saved(value))
 
 
 def tags(data: bytes) -> set[str]:

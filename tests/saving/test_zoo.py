@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import makers
 from tests.each import for_each, parametrize_groups
 from tests.loading.equal import assert_same
 from tests.loading.zoo import BUILT_FROM_BYTES, FORMS, IGNORED_WARNINGS, ZOO, registered_as_safe
@@ -176,6 +177,4 @@ def check_compact(name: str) -> None:
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
     plain = tensor.dequantize() if tensor.is_quantized else tensor.detach().resolve_conj().resolve_neg()
-    file = io.BytesIO()
-    torch.save(plain.clone(memory_format=torch.contiguous_format), file)
-    return records(file.getvalue()).get("data/0", b"")
+    return records(makers.saved(plain.clone(memory_format=torch.contiguous_format))).get("data/0", b"")

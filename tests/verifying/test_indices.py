@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import warnings
 from typing import Any
@@ -10,18 +9,13 @@ from typing import Any
 import torch
 from tests.each import each
 from tests.loading.zoo import IGNORED_WARNINGS, ZOO
+from tests.makers import saved
 
 from transload.verifying import verify
 
 pytestmark = IGNORED_WARNINGS
 LAYOUTS = {name: getattr(torch, f"sparse_{name}") for name in ("coo", "csr", "csc", "bsr", "bsc")}
 SIZE = (4, 6)
-
-
-def saved(value: object) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
 
 
 def valid_parts(layout: str, rng: random.Random) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file, save_model
 from tests import forge
 from tests.each import each
+from tests.makers import saved
 
 import transload
 from transload.cli.commands import expand_paths
@@ -34,12 +35,6 @@ def state() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4),
     }
-
-
-def saved(value: object, **options: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out, **options)
-    return out.getvalue()
 
 
 def flipped(data: bytes, at: int) -> bytes:
