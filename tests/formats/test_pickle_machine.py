@@ -1,7 +1,7 @@
 """The pickle machine builds the structure that ``pickle`` would, from inert nodes, and withstands hostile streams.
 
-``test_pickle_machine_soundness.py`` tests that it lists every name a loader would request. Ids such as P5 and CVE
-numbers are known attacks on other scanners.
+``test_pickle_machine_soundness.py`` tests that it lists every name a loader would request. CVE numbers
+are known attacks on other scanners.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def test_out_of_band_buffer_is_irregular() -> None:
 
 
 @pytest.mark.parametrize("kind", [b"\x82\x01", b"\x83\x01\x00", b"\x84\x01\x00\x00\x00"], ids=["EXT1", "EXT2", "EXT4"])
-def test_p9_extension_code_is_listed(kind: bytes) -> None:
+def test_extension_code_is_listed(kind: bytes) -> None:
     result = run(kind + b")R.")
     assert type(result.root) is Call
     assert type(result.root.callee) is Extension
@@ -232,27 +232,27 @@ CALLS = {
 
 @each("kind", CALLS)
 @each("after", [b".", b"0N.", b"", b"\xff", b"0."], ids=["kept", "popped", "no STOP", "broken", "underflow"])
-def test_p3_p5_p10_call_is_listed_whatever_follows_it(kind: str, after: bytes) -> None:
+def test_call_is_listed_whatever_follows_it(kind: str, after: bytes) -> None:
     """GHSA-mxhj-88fx-4pcv: the result is popped. GHSA-9gvj-pp9x-gcfr: the stream breaks after the call."""
     result = run(CALLS[kind] + after)
     assert [(call.kind, repr(call.callee)) for call in result.calls] == [(kind, "Global(os.getcwd)")]
     assert bool(result.broken) == (after not in (b".", b"0N."))
 
 
-def test_p1_stack_global_takes_strings_from_the_memo() -> None:
+def test_stack_global_takes_strings_from_the_memo() -> None:
     """picklescan#14: STACK_GLOBAL takes the strings from the memo, not those written just before it."""
     decoy = b"\x8c\x0bcollections\x8c\x0bOrderedDict"
     result = run(b"\x8c\x02os\x94\x8c\x06getcwd\x94" + decoy + b"00h\x00h\x01\x93)R.")
     assert list(result.globals) == [("os", "getcwd")]
 
 
-def test_p1_memoize_may_overwrite_an_entry_of_put() -> None:
+def test_memoize_may_overwrite_an_entry_of_put() -> None:
     result = run(b"\x8c\x02osr\x01\x00\x00\x00\x8c\x06getcwd\x94h\x01\x8c\x06getcwd\x93.")
     assert list(result.globals) == [("getcwd", "getcwd")]
 
 
 @each("operand", [b"K\x01", b"C\x02os", b"\x96\x02\x00\x00\x00\x00\x00\x00\x00os", b"N", b")"])
-def test_p2_operand_that_is_not_text_breaks_the_stream_but_names_are_kept(operand: bytes) -> None:
+def test_operand_that_is_not_text_breaks_the_stream_but_names_are_kept(operand: bytes) -> None:
     """picklescan#52, modelscan#338."""
     result = run(CALLS["reduce"] + operand + b"\x8c\x01x\x93.")
     assert result.broken.startswith("STACK_GLOBAL needs two texts")
@@ -260,25 +260,25 @@ def test_p2_operand_that_is_not_text_breaks_the_stream_but_names_are_kept(operan
 
 
 @each("operand", [b"cstring\nhexdigits\n", b"cbuiltins\nstr\n)R", b"NQ", b"U\x01\xff", b"\x82\x01"])
-def test_p2_operand_that_may_be_text_does_not_hide_what_follows(operand: bytes) -> None:
+def test_operand_that_may_be_text_does_not_hide_what_follows(operand: bytes) -> None:
     result = run(operand + b"\x8c\x01x\x93" + CALLS["reduce"] + b".")
     assert ("os", "getcwd") in result.globals
     assert [call.kind for call in result.calls][-2:] == ["stack_global", "reduce"]
     assert result.irregular
 
 
-def test_p2_missing_memo_entry_breaks_the_stream_but_calls_are_kept() -> None:
+def test_missing_memo_entry_breaks_the_stream_but_calls_are_kept() -> None:
     result = run(CALLS["reduce"] + b"h\x07.")
     assert result.broken == "it reads memo entry 7, which was never written, at byte 14"
     assert len(result.calls) == 1
 
 
-def test_p4_every_pickle_of_a_stream_is_read() -> None:
+def test_every_pickle_of_a_stream_is_read() -> None:
     result = run_all(b"N." * 3 + CALLS["reduce"] + b".")
     assert [list(pickle.globals) for pickle in result] == [[], [], [], [("os", "getcwd")]]
 
 
-def test_p4_pickles_beyond_the_limit_are_listed_with_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pickles_beyond_the_limit_are_listed_with_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transload.formats.pickle_streams.MAX_KEPT", 10)
     result = run_all(b"N." * 50 + CALLS["reduce"] + b"." + CALLS["inst"] + b".\xff")
     assert len(result) == 10
@@ -299,7 +299,7 @@ FRAMES = {
 
 
 @each("case", FRAMES)
-def test_p6_frames_that_loaders_read_differently_are_ambiguous(case: str) -> None:
+def test_frames_that_loaders_read_differently_are_ambiguous(case: str) -> None:
     """python/cpython#154848."""
     assert run(b"\x80\x04" + FRAMES[case]).ambiguous
 
@@ -312,7 +312,7 @@ def test_p6_frames_that_loaders_read_differently_are_ambiguous(case: str) -> Non
         pickle.dumps(["x" * 70_000, b"y" * 70_000], 4),
     ],
 )
-def test_p6_regular_frames_are_not_ambiguous(data: bytes) -> None:
+def test_regular_frames_are_not_ambiguous(data: bytes) -> None:
     result = run(data)
     assert (result.broken, result.ambiguous, result.irregular) == ("", [], [])
 
@@ -335,14 +335,14 @@ NUMBERS = {
 
 
 @each("text", NUMBERS)
-def test_p7_numbers_in_unusual_notation_are_read(text: bytes) -> None:
+def test_numbers_in_unusual_notation_are_read(text: bytes) -> None:
     """python/cpython#126992, #135241."""
     assert run(text + b".").root == NUMBERS[text]
     assert type(run(text + b".").root) is type(NUMBERS[text])
 
 
 @pytest.mark.parametrize("data", [b"NN.", b"(N.", b"NN(N."], ids=["a value", "a MARK", "both"])
-def test_p7_values_left_on_the_stack_at_stop_are_irregular(data: bytes) -> None:
+def test_values_left_on_the_stack_at_stop_are_irregular(data: bytes) -> None:
     """python/cpython#127079."""
     result = run(data)
     assert result.broken == ""
@@ -350,14 +350,14 @@ def test_p7_values_left_on_the_stack_at_stop_are_irregular(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"T\xff\xff\xff\xffx", b"\x8b\xff\xff\xff\xffx"], ids=["BINSTRING", "LONG4"])
-def test_p7_negative_length_breaks_the_stream(data: bytes) -> None:
+def test_negative_length_breaks_the_stream(data: bytes) -> None:
     """python/cpython#135321."""
     result = run(data)
     assert result.broken.startswith("a length of -1 bytes")
     assert not result.cut
 
 
-def test_p8_unknown_opcode_breaks_the_stream() -> None:
+def test_unknown_opcode_breaks_the_stream() -> None:
     known = {code for code in range(256) if not run(bytes([code])).broken.startswith("byte 0x")}
     assert len(known) == 68
 
@@ -367,7 +367,7 @@ def test_p8_unknown_opcode_breaks_the_stream() -> None:
     [b"K\x00Ns", b"(K\x00Nu", b"Na", b"(Ne", b"(N\x90"],
     ids=["SETITEM", "SETITEMS", "APPEND", "APPENDS", "ADDITEMS"],
 )
-def test_p13_setting_items_of_a_global_is_recorded(put: bytes) -> None:
+def test_setting_items_of_a_global_is_recorded(put: bytes) -> None:
     """Related to CVE-2026-24747 and to BUILD on a global: ``some.module.TABLE[key] = value``."""
     result = run(b"cm\nTABLE\n" + put + b".")
     assert [repr(target) for target, _ in result.built] == ["Global(m.TABLE)"]
@@ -375,7 +375,7 @@ def test_p13_setting_items_of_a_global_is_recorded(put: bytes) -> None:
 
 @each("put", [b"K\x00Ns", b"(K\x00Nu"], ids=["SETITEM", "SETITEMS"])
 @each("target", [b"]", b")", b"K\x01", b"\x8f", b"NQ"], ids=["list", "tuple", "int", "set", "persistent"])
-def test_p13_setting_items_of_a_non_dictionary_is_irregular(target: bytes, put: bytes) -> None:
+def test_setting_items_of_a_non_dictionary_is_irregular(target: bytes, put: bytes) -> None:
     """CVE-2026-24747: torch up to 2.9.1 set items on tensors."""
     assert run(target + put + b".").irregular
 

@@ -80,24 +80,24 @@ def test_truncated_pickle_is_named_by_its_number(stage: int) -> None:
 
 
 @each("stage", STAGES)
-def test_c20_call_in_any_of_the_five_pickles_is_dangerous(stage: str) -> None:
+def test_call_in_any_of_the_five_pickles_is_dangerous(stage: str) -> None:
     data = legacy(**{stage: pickled(DANGEROUS)})
     assert inspect(data).safety == "dangerous"
 
 
 @pytest.mark.parametrize("stage", STAGES[1:])
-def test_c20_call_is_dangerous_if_the_stream_breaks_right_after_it(stage: str) -> None:
+def test_call_is_dangerous_if_the_stream_breaks_right_after_it(stage: str) -> None:
     data = legacy(**{stage: pickled(DANGEROUS)[:-1]})
     assert inspect(data[: data.index(b"getcwd") + 9]).safety == "dangerous"
 
 
-def test_c21_magic_number_in_other_opcodes_is_dangerous() -> None:
+def test_magic_number_in_other_opcodes_is_dangerous() -> None:
     checkpoint = inspect(legacy(magic=b"\x80\x02N0" + forge.MAGIC[2:]))
     assert checkpoint.safety == "dangerous"
     assert "legacy-odd-magic" in codes(checkpoint)
 
 
-def test_c21_computed_magic_number_is_dangerous() -> None:
+def test_computed_magic_number_is_dangerous() -> None:
     assert inspect(legacy(magic=pickled(forge.call(forge.name("builtins", "print"))))).safety == "dangerous"
 
 

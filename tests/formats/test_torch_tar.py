@@ -71,7 +71,7 @@ def test_storage_view_shares_its_storage_and_has_an_offset(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("member", ["pickle", "tensors", "storages", "sys_info"])
-def test_c19_call_in_any_member_is_dangerous(member: str) -> None:
+def test_call_in_any_member_is_dangerous(member: str) -> None:
     checkpoint = inspect(tar({member: HOSTILE}))
     assert (checkpoint.format, checkpoint.safety) == ("torch-tar", "dangerous")
 

@@ -1,4 +1,4 @@
-"""Names: N1 to N16 are the known ways to hide a callable from a scanner, each with its advisory.
+"""Names: the known ways to hide a callable from a scanner, with their advisories.
 
 Where a row names a real function, the file calls it, but no test loads the file.
 """
@@ -59,92 +59,92 @@ def test_only_names_on_torchs_allow_list_are_data() -> None:
         assert classify(module, f"{name} ")[0] != "data"
 
 
-N1_TO_N10 = {
-    "N1 CVE-2025-1716": ("pip", "main"),
-    "N1 GHSA-655q-fx9r-782v": ("pip._internal.cli.main", "main"),
-    "N2 CVE-2025-10157": ("asyncio.unix_events", "_UnixSubprocessTransport._start"),
-    "N3 GHSA-vvpj-8cmc-gx39": ("pkgutil", "resolve_name"),
-    "N3 picklescan#66": ("importlib", "import_module"),
-    "N3 picklescan#74": ("operator", "attrgetter"),
-    "N3 methodcaller": ("_operator", "methodcaller"),
-    "N4 GHSA-g38g-8gr9-h9xp": ("_osx_support", "_read_output"),
-    "N4 CVE-2026-56315": ("_aix_support", "_read_cmd_output"),
-    "N4 GHSA-5hwf-rc88-82xm uuid": ("uuid", "_get_command_stdout"),
-    "N4 imaplib": ("imaplib", "IMAP4_stream"),
-    "N4 _pyrepl": ("_pyrepl.pager", "pipe_pager"),
-    "N4 test": ("test.support.script_helper", "assert_python_ok"),
-    "N5 GHSA-6ggj-6f2q-f7mx": ("_interpreters", "run_string"),
-    "N5 older": ("_xxsubinterpreters", "run_string"),
-    "N6 numpy.f2py": ("numpy.f2py.crackfortran", "getlincoef"),
-    "N6 numpy.testing": ("numpy.testing._private.utils", "runstring"),
-    "N6 torch._dynamo": ("torch._dynamo.guards", "GuardBuilder.get"),
-    "N6 torch.fx": ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.evaluate_guards_expression"),
-    "N6 torch.utils.bottleneck": ("torch.utils.bottleneck.__main__", "run_cprofile"),
-    "N6 torch.utils.collect_env": ("torch.utils.collect_env", "run"),
-    "N6 torch.jit": ("torch.jit.unsupported_tensor_ops", "execWrapper"),
-    "N6 torch._inductor": ("torch._inductor.codecache", "compile_file"),
-    "N6 idlelib": ("idlelib.run", "Executive.runcode"),
-    "N6 lib2to3": ("lib2to3.pgen2.grammar", "Grammar.loads"),
-    "N6 doctest": ("doctest", "debug_script"),
-    "N6 trace": ("trace", "Trace.run"),
-    "N6 profile": ("profile", "Profile.run"),
-    "N6 cProfile": ("cProfile", "runctx"),
-    "N6 timeit": ("timeit", "timeit"),
-    "N6 bdb": ("bdb", "Bdb.run"),
-    "N6 pdb": ("pdb", "run"),
-    "N6 code": ("code", "InteractiveInterpreter.runcode"),
-    "N6 venv": ("venv", "create"),
-    "N6 ensurepip": ("ensurepip", "_run_pip"),
-    "N7 CVE-2026-22612": ("builtins", "print"),
-    "N7 GHSA-h4rm-mm56-xf63": ("builtins", "eval"),
-    "N8 GHSA-84r2-jw7c-4r5q": ("pickle", "loads"),
-    "N8 _pickle": ("_pickle", "loads"),
-    "N8 _load_from_bytes": ("torch.storage", "_load_from_bytes"),
-    "N8 dill": ("dill._dill", "loads"),
-    "N8 joblib": ("joblib", "load"),
-    "N8 pandas": ("pandas", "read_pickle"),
-    "N8 numpy": ("numpy", "load"),
-    "N8 torch": ("torch", "load"),
-    "N8 config": ("torch.utils._config_module", "ConfigModule.load_config"),
-    "N8 datapipes": ("torch.utils.data.datapipes.utils.decoder", "basichandlers"),
-    "N9 ssl": ("ssl", "get_server_certificate"),
-    "N9 urllib": ("urllib.request", "urlopen"),
-    "N9 io.FileIO": ("io", "FileIO"),
-    "N9 logging": ("logging", "FileHandler"),
-    "N9 pandas.read_csv": ("pandas", "read_csv"),
-    "N10 cloudpickle": ("cloudpickle.cloudpickle", "_builtin_type"),
-    "N10 CodeType": ("types", "CodeType"),
-    "N10 marshal": ("marshal", "loads"),
+DANGEROUS_NAMES = {
+    "installs packages: CVE-2025-1716": ("pip", "main"),
+    "installs packages: GHSA-655q-fx9r-782v": ("pip._internal.cli.main", "main"),
+    "starts a process: CVE-2025-10157": ("asyncio.unix_events", "_UnixSubprocessTransport._start"),
+    "looks up names: GHSA-vvpj-8cmc-gx39": ("pkgutil", "resolve_name"),
+    "looks up names: picklescan#66": ("importlib", "import_module"),
+    "looks up names: picklescan#74": ("operator", "attrgetter"),
+    "looks up names: methodcaller": ("_operator", "methodcaller"),
+    "runs a command: GHSA-g38g-8gr9-h9xp": ("_osx_support", "_read_output"),
+    "runs a command: CVE-2026-56315": ("_aix_support", "_read_cmd_output"),
+    "runs a command: GHSA-5hwf-rc88-82xm uuid": ("uuid", "_get_command_stdout"),
+    "runs a command: imaplib": ("imaplib", "IMAP4_stream"),
+    "runs a command: _pyrepl": ("_pyrepl.pager", "pipe_pager"),
+    "runs a command: test": ("test.support.script_helper", "assert_python_ok"),
+    "runs code in another interpreter: GHSA-6ggj-6f2q-f7mx": ("_interpreters", "run_string"),
+    "runs code in another interpreter: older": ("_xxsubinterpreters", "run_string"),
+    "runs code: numpy.f2py": ("numpy.f2py.crackfortran", "getlincoef"),
+    "runs code: numpy.testing": ("numpy.testing._private.utils", "runstring"),
+    "runs code: torch._dynamo": ("torch._dynamo.guards", "GuardBuilder.get"),
+    "runs code: torch.fx": ("torch.fx.experimental.symbolic_shapes", "ShapeEnv.evaluate_guards_expression"),
+    "runs code: torch.utils.bottleneck": ("torch.utils.bottleneck.__main__", "run_cprofile"),
+    "runs code: torch.utils.collect_env": ("torch.utils.collect_env", "run"),
+    "runs code: torch.jit": ("torch.jit.unsupported_tensor_ops", "execWrapper"),
+    "runs code: torch._inductor": ("torch._inductor.codecache", "compile_file"),
+    "runs code: idlelib": ("idlelib.run", "Executive.runcode"),
+    "runs code: lib2to3": ("lib2to3.pgen2.grammar", "Grammar.loads"),
+    "runs code: doctest": ("doctest", "debug_script"),
+    "runs code: trace": ("trace", "Trace.run"),
+    "runs code: profile": ("profile", "Profile.run"),
+    "runs code: cProfile": ("cProfile", "runctx"),
+    "runs code: timeit": ("timeit", "timeit"),
+    "runs code: bdb": ("bdb", "Bdb.run"),
+    "runs code: pdb": ("pdb", "run"),
+    "runs code: code": ("code", "InteractiveInterpreter.runcode"),
+    "runs code: venv": ("venv", "create"),
+    "runs code: ensurepip": ("ensurepip", "_run_pip"),
+    "a builtin: CVE-2026-22612": ("builtins", "print"),
+    "a builtin: GHSA-h4rm-mm56-xf63": ("builtins", "eval"),
+    "loads a pickle: GHSA-84r2-jw7c-4r5q": ("pickle", "loads"),
+    "loads a pickle: _pickle": ("_pickle", "loads"),
+    "loads a pickle: _load_from_bytes": ("torch.storage", "_load_from_bytes"),
+    "loads a pickle: dill": ("dill._dill", "loads"),
+    "loads a pickle: joblib": ("joblib", "load"),
+    "loads a pickle: pandas": ("pandas", "read_pickle"),
+    "loads a pickle: numpy": ("numpy", "load"),
+    "loads a pickle: torch": ("torch", "load"),
+    "loads a pickle: config": ("torch.utils._config_module", "ConfigModule.load_config"),
+    "loads a pickle: datapipes": ("torch.utils.data.datapipes.utils.decoder", "basichandlers"),
+    "opens a file or a connection: ssl": ("ssl", "get_server_certificate"),
+    "opens a file or a connection: urllib": ("urllib.request", "urlopen"),
+    "opens a file or a connection: io.FileIO": ("io", "FileIO"),
+    "opens a file or a connection: logging": ("logging", "FileHandler"),
+    "opens a file or a connection: pandas.read_csv": ("pandas", "read_csv"),
+    "makes code: cloudpickle": ("cloudpickle.cloudpickle", "_builtin_type"),
+    "makes code: CodeType": ("types", "CodeType"),
+    "makes code: marshal": ("marshal", "loads"),
     "stand-in os": ("os", "getcwd"),
     "stand-in posix": ("posix", "getcwd"),
     "stand-in sysconfig": ("sysconfig", "get_platform"),
-    "N15 pytorch/pytorch#189445 exec": ("builtins", "exec"),
-    "N15 subprocess": ("subprocess", "check_output"),
+    "runs code: pytorch/pytorch#189445 exec": ("builtins", "exec"),
+    "runs code: subprocess": ("subprocess", "check_output"),
 }
 
 
-@each("row", N1_TO_N10)
+@each("row", DANGEROUS_NAMES)
 def test_call_of_a_name_on_the_never_list_is_dangerous(row: str, inspect_zip: InspectZip) -> None:
-    checkpoint = inspect_zip(call(*N1_TO_N10[row]))
+    checkpoint = inspect_zip(call(*DANGEROUS_NAMES[row]))
     assert checkpoint.safety == "dangerous"
-    use = use_of(checkpoint, ".".join(N1_TO_N10[row]))
+    use = use_of(checkpoint, ".".join(DANGEROUS_NAMES[row]))
     assert (use.verdict, use.called) == ("dangerous", 1)
 
 
-@each("row", N1_TO_N10)
+@each("row", DANGEROUS_NAMES)
 def test_name_on_the_never_list_is_dangerous_even_if_not_called(row: str, inspect_zip: InspectZip) -> None:
-    module, name = N1_TO_N10[row]
+    module, name = DANGEROUS_NAMES[row]
     assert inspect_zip(forge.name(module, name)).safety == "dangerous"
 
 
 UNKNOWN = {
-    "N1 unlisted module": ("nobody_knows", "this"),
-    "N6 unlisted torch name": ("torch.some.thing", "evaluate"),
-    "N6 unlisted numpy name": ("numpy.some.thing", "evaluate"),
-    "N12 dotted": ("collections", "OrderedDict.fromkeys"),
-    "N12 dotted torch": ("torch", "nn.parameter.Parameter"),
-    "N14 a foreign storage": ("nobody_knows", "FloatStorage"),
-    "N14 torch.tensor": ("torch.tensor", "_rebuild_from_type_v2"),
+    "unlisted module": ("nobody_knows", "this"),
+    "unlisted torch name": ("torch.some.thing", "evaluate"),
+    "unlisted numpy name": ("numpy.some.thing", "evaluate"),
+    "dotted": ("collections", "OrderedDict.fromkeys"),
+    "dotted torch": ("torch", "nn.parameter.Parameter"),
+    "a foreign storage": ("nobody_knows", "FloatStorage"),
+    "torch.tensor": ("torch.tensor", "_rebuild_from_type_v2"),
     "a space": ("collections ", "OrderedDict"),
     "another case": ("collections", "ordereddict"),
     "no module": ("", "OrderedDict"),
@@ -160,14 +160,14 @@ def test_unlisted_name_needs_trust(row: str, inspect_zip: InspectZip) -> None:
     assert inspect_zip(call(module, name)).safety in ("needs-trust", "unknown")
 
 
-@each("row", [*N1_TO_N10, *UNKNOWN])
+@each("row", [*DANGEROUS_NAMES, *UNKNOWN])
 def test_bare_pickle_is_never_data(row: str) -> None:
-    module, name = {**N1_TO_N10, **UNKNOWN}[row]
+    module, name = {**DANGEROUS_NAMES, **UNKNOWN}[row]
     for raw in (call(module, name) + b".", b"\x80\x02" + call(module, name) + b"."):
         assert transload.inspect(raw).safety in ("unknown", "dangerous")
 
 
-N11 = {
+CHANGES = {
     "a class": b"ccollections\nOrderedDict\n}Vitems\ncnobody\nknows\nsb",
     "slots": b"ccollections\nOrderedDict\nN}Vitems\nNs\x86b",
     "a function": b"ctorch._utils\n_rebuild_tensor_v2\n}b",
@@ -178,10 +178,10 @@ N11 = {
 }
 
 
-@each("trick", N11)
-def test_n11_changing_a_global_is_dangerous(trick: str, inspect_zip: InspectZip) -> None:
+@each("trick", CHANGES)
+def test_changing_a_global_is_dangerous(trick: str, inspect_zip: InspectZip) -> None:
     """modelscan#330, #85."""
-    checkpoint = inspect_zip(N11[trick])
+    checkpoint = inspect_zip(CHANGES[trick])
     assert checkpoint.safety == "dangerous"
     assert any("itself, for the whole process" in line for f in checkpoint.findings for line in f.evidence)
 
@@ -190,19 +190,19 @@ def test_n11_changing_a_global_is_dangerous(trick: str, inspect_zip: InspectZip)
     "name",
     ["OrderedDict.__init__.__globals__", "OrderedDict.__reduce_ex__", "OrderedDict.__class__.__base__.__subclasses__"],
 )
-def test_n12_dunder_path_through_an_object_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
+def test_dunder_path_through_an_object_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
     """GHSA-5j3x-jp52-966f: also without a call."""
     body = b"\x8c\x0bcollections" + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
     assert inspect_zip(body, protocol=4).safety == "dangerous"
 
 
 @each("name", ["os", "os.getcwd", "sys.modules", "subprocess.check_output", "builtins"])
-def test_n12_module_reached_through_another_module_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
+def test_module_reached_through_another_module_is_dangerous(name: str, inspect_zip: InspectZip) -> None:
     """``torch.serialization.os`` is ``os``."""
     assert inspect_zip(f"ctorch.serialization\n{name}\n".encode(), protocol=4).safety == "dangerous"
 
 
-N13 = {
+PYTHON_2_NAMES = {
     ("__builtin__", "eval"): "builtins.eval",
     ("__builtin__", "apply"): "builtins.apply",
     ("__builtin__", "reduce"): "functools.reduce",
@@ -213,20 +213,18 @@ N13 = {
 }
 
 
-@each("spelling", N13, ids=".".join)
+@each("spelling", PYTHON_2_NAMES, ids=".".join)
 @each("protocol", [0, 2, 4])
-def test_n13_python_2_name_is_judged_by_its_python_3_name(
+def test_python_2_name_is_judged_by_its_python_3_name(
     spelling: tuple[str, str], protocol: int, inspect_zip: InspectZip
 ) -> None:
     checkpoint = inspect_zip(call(*spelling), protocol=protocol)
     assert checkpoint.safety == "dangerous"
-    assert use_of(checkpoint, N13[spelling]).spelling == ".".join(spelling)
+    assert use_of(checkpoint, PYTHON_2_NAMES[spelling]).spelling == ".".join(spelling)
 
 
 @pytest.mark.parametrize("spelling", [("__builtin__", "set"), ("UserDict", "OrderedDict"), ("UserString", "Counter")])
-def test_n13_python_2_name_is_not_translated_from_protocol_3_on(
-    spelling: tuple[str, str], inspect_zip: InspectZip
-) -> None:
+def test_python_2_name_is_not_translated_from_protocol_3_on(spelling: tuple[str, str], inspect_zip: InspectZip) -> None:
     """A module named ``UserDict`` today is not the one of Python 2, and is not trusted."""
     assert inspect_zip(call(*spelling), protocol=2).safety == "data-only"
     checkpoint = inspect_zip(call(*spelling), protocol=3)
@@ -234,14 +232,14 @@ def test_n13_python_2_name_is_not_translated_from_protocol_3_on(
     assert use_of(checkpoint, ".".join(spelling)).verdict in ("unknown", "dangerous")
 
 
-def test_n13_canonical_matches_the_name_mapping_of_pickle() -> None:
+def test_canonical_matches_the_name_mapping_of_pickle() -> None:
     for module, name in NAME_MAPPING:
         assert canonical(module, name) == NAME_MAPPING[module, name]
     for module, moved in IMPORT_MAPPING.items():
         assert canonical(module, "anything") == (moved, "anything")
 
 
-def test_n14_storage_class_of_an_unknown_module_needs_trust(inspect_zip: InspectZip) -> None:
+def test_storage_class_of_an_unknown_module_needs_trust(inspect_zip: InspectZip) -> None:
     """torch takes any name with "Storage" in it for a storage type, and imports nothing."""
     pid = b"(Vstorage\ncnobody_knows\nFloatStorage\nV0\nVcpu\nK\x01tQ"
     body = b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + b"K\x00K\x01\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR"
@@ -270,7 +268,7 @@ def test_n14_storage_class_of_an_unknown_module_needs_trust(inspect_zip: Inspect
         "breakpoint",
     ],
 )
-def test_n15_builtins_that_run_code_or_reach_names_are_dangerous(name: str) -> None:
+def test_builtins_that_run_code_or_reach_names_are_dangerous(name: str) -> None:
     assert is_dangerous("builtins", name)
 
 
@@ -296,6 +294,6 @@ def test_harmless_name_that_resembles_a_dangerous_one_is_not_dangerous(module: s
     assert classify(module, name)[0] in ("unknown", "harmless")
 
 
-@each("row", [row for row in N1_TO_N10 if row.startswith("N8") and row != "N8 datapipes"])
-def test_n8_loaders_are_reported_as_loaders(row: str) -> None:
-    assert is_dangerous(*N1_TO_N10[row]).startswith("loads another")
+@each("row", [row for row in DANGEROUS_NAMES if row.startswith("loads a pickle") and "datapipes" not in row])
+def test_loaders_are_reported_as_loaders(row: str) -> None:
+    assert is_dangerous(*DANGEROUS_NAMES[row]).startswith("loads another")

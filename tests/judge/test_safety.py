@@ -56,34 +56,34 @@ NEEDS_TRUST = {
     "the type of None": name("builtins", "type") + b"N\x85R",
 }
 DANGEROUS = {
-    "N3 a chain": getattr_of(getattr_of(CLASS, "a"), "b"),
-    "N3 a call of a bound method": getattr_of(CLASS + b")R", "method") + b")R",
-    "N3 a double underscore": getattr_of(CLASS, "__globals__"),
-    "N3 a double underscore of an object": getattr_of(CLASS + b")R", "__class__"),
-    "N3 a computed name": name("builtins", "getattr") + CLASS + CLASS + b")R\x86R",
-    "N3 a default": name("builtins", "getattr") + CLASS + text("a") + b"N\x87R",
-    "N3 getattr of a number": name("builtins", "getattr") + b"K\x01" + text("a") + b"\x86R",
-    "N3 a state": getattr_of(CLASS, "a") + b"}b",
-    "N3 OBJ": b"(" + getattr_of(CLASS, "Inner") + b"o",
-    "N3 NEWOBJ of a chain": getattr_of(getattr_of(CLASS, "a"), "B") + b")\x81",
-    "N3 a call of a partial": name("functools", "partial") + CLASS + b"\x85R)R",
-    "N3 keyword arguments with another function in the state": name("functools", "partial")
+    "a chain": getattr_of(getattr_of(CLASS, "a"), "b"),
+    "a call of a bound method": getattr_of(CLASS + b")R", "method") + b")R",
+    "a double underscore": getattr_of(CLASS, "__globals__"),
+    "a double underscore of an object": getattr_of(CLASS + b")R", "__class__"),
+    "a computed name": name("builtins", "getattr") + CLASS + CLASS + b")R\x86R",
+    "a default": name("builtins", "getattr") + CLASS + text("a") + b"N\x87R",
+    "getattr of a number": name("builtins", "getattr") + b"K\x01" + text("a") + b"\x86R",
+    "a state": getattr_of(CLASS, "a") + b"}b",
+    "OBJ": b"(" + getattr_of(CLASS, "Inner") + b"o",
+    "NEWOBJ of a chain": getattr_of(getattr_of(CLASS, "a"), "B") + b")\x81",
+    "a call of a partial": name("functools", "partial") + CLASS + b"\x85R)R",
+    "keyword arguments with another function in the state": name("functools", "partial")
     + getattr_of(CLASS, "__new__")
     + b"\x85R("
     + name("nobody", "evil")
     + CLASS
     + b"\x85}Ntb)R",
-    "N3 keyword arguments with another class": name("functools", "partial")
+    "keyword arguments with another class": name("functools", "partial")
     + getattr_of(CLASS, "__new__")
     + b"q\x01\x85R(h\x01"
     + name("nobody", "Other")
     + b"\x85}Ntb)R",
-    "P9 EXT1": b"\x82\x01)R",
-    "P9 EXT2": b"\x83\x01\x00)R",
-    "P9 EXT4": b"\x84\x01\x00\x00\x00)R",
-    "P9 EXT, not called": b"\x82\x01",
-    "P9 EXT, built": b"\x82\x01}b",
-    "P2 a computed name": CLASS + b")R" + text("x") + b"\x93",
+    "EXT1": b"\x82\x01)R",
+    "EXT2": b"\x83\x01\x00)R",
+    "EXT4": b"\x84\x01\x00\x00\x00)R",
+    "EXT, not called": b"\x82\x01",
+    "EXT, built": b"\x82\x01}b",
+    "a computed name of STACK_GLOBAL": CLASS + b")R" + text("x") + b"\x93",
     "a class created by type()": name("builtins", "type") + text("X") + b")}\x87R",
     "a replaced __class__": CLASS + b")RN}" + text("__class__") + CLASS + b"s\x86b",
 }
@@ -105,16 +105,16 @@ def test_computed_name_is_dangerous(case: str, inspect_zip: InspectZip) -> None:
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 STREAMS = {
-    "P3 GHSA-9gvj-pp9x-gcfr: broken after the call": PAYLOAD + b"\xff",
-    "P3 no STOP": PAYLOAD,
-    "P4 in the second pickle": b"N." + PAYLOAD + b".",
-    "P5 GHSA-mxhj-88fx-4pcv: popped": PAYLOAD + b"0N.",
-    "P6 cpython#154848: behind the end of a frame": b"\x95\x02" + bytes(7) + b"\x8c\x0f" + PAYLOAD + b"0N.",
-    "P10 INST": b"(ios\ngetcwd\n.",
-    "P10 OBJ": b"(" + name("os", "getcwd") + b"o.",
-    "P10 NEWOBJ": name("os", "getcwd") + b")\x81.",
-    "P10 NEWOBJ_EX": name("os", "getcwd") + b")}\x92.",
-    "P12 GHSA-q5qq-mvfm-j35x": name("os.path", "join") + b".",
+    "broken after the call (GHSA-9gvj-pp9x-gcfr)": PAYLOAD + b"\xff",
+    "no STOP": PAYLOAD,
+    "in the second pickle": b"N." + PAYLOAD + b".",
+    "popped (GHSA-mxhj-88fx-4pcv)": PAYLOAD + b"0N.",
+    "behind the end of a frame (cpython#154848)": b"\x95\x02" + bytes(7) + b"\x8c\x0f" + PAYLOAD + b"0N.",
+    "called by INST": b"(ios\ngetcwd\n.",
+    "called by OBJ": b"(" + name("os", "getcwd") + b"o.",
+    "called by NEWOBJ": name("os", "getcwd") + b")\x81.",
+    "called by NEWOBJ_EX": name("os", "getcwd") + b")}\x92.",
+    "not called (GHSA-q5qq-mvfm-j35x)": name("os.path", "join") + b".",
     "in a persistent id": b"(" + PAYLOAD + b"tQ.",
     "as a key": b"}" + PAYLOAD + b"Ns.",
     "in the memo only": PAYLOAD + b"q\x000N.",
@@ -123,15 +123,15 @@ STREAMS = {
 
 @each("case", STREAMS)
 def test_call_cannot_be_hidden_in_a_stream(case: str, archive_of: Callable[[bytes], bytes]) -> None:
-    assert judge_pickles(run_all(STREAMS[case])).safety == "dangerous" or "P6" in case
-    if "P4" not in case:  # torch.load reads one pickle there, and trailing bytes are reported
+    assert judge_pickles(run_all(STREAMS[case])).safety == "dangerous" or "frame" in case
+    if "second pickle" not in case:  # torch.load reads one pickle there, and trailing bytes are reported
         assert transload.inspect(archive_of(b"\x80\x02" + STREAMS[case])).safety == "dangerous"
     bare = transload.inspect(b"\x80\x02" + STREAMS[case])
     assert bare.safety == "dangerous"
 
 
 @each("position", range(5))
-def test_c20_call_in_any_of_the_five_legacy_pickles_is_dangerous(position: int) -> None:
+def test_call_in_any_of_the_five_legacy_pickles_is_dangerous(position: int) -> None:
     raw = makers.saved({"a": 1}, _use_new_zipfile_serialization=False)
     starts = [stream.start for stream in run_all(raw)]
     offset = starts[position] + 2  # after PROTO
@@ -205,7 +205,7 @@ NESTED = {
 
 
 @each("case", NESTED)
-def test_n8_names_inside_bytes_passed_to_a_loader_are_reported(case: str, inspect_zip: InspectZip) -> None:
+def test_names_inside_bytes_passed_to_a_loader_are_reported(case: str, inspect_zip: InspectZip) -> None:
     """GHSA-84r2-jw7c-4r5q and similar."""
     body, inside = NESTED[case]
     checkpoint = inspect_zip(body, protocol=3)
@@ -214,7 +214,7 @@ def test_n8_names_inside_bytes_passed_to_a_loader_are_reported(case: str, inspec
     assert use.stream.startswith("data.pkl › nested")
 
 
-def test_n8_pickled_storage_is_dangerous(inspect_zip: InspectZip) -> None:
+def test_pickled_storage_is_dangerous(inspect_zip: InspectZip) -> None:
     """``pickle.dumps(storage)`` writes this; loading it calls torch.load with weights_only=False."""
     raw = pickle.dumps(torch.ones(2).untyped_storage(), 2)
     checkpoint = inspect_zip(raw[2:-1])
@@ -222,7 +222,7 @@ def test_n8_pickled_storage_is_dangerous(inspect_zip: InspectZip) -> None:
     assert {use.stream for use in checkpoint.globals} == {"data.pkl", "data.pkl › nested"}
 
 
-def test_n8_bytes_not_passed_to_a_loader_are_data(inspect_zip: InspectZip) -> None:
+def test_bytes_not_passed_to_a_loader_are_data(inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(as_text(INNER))
     assert checkpoint.safety == "data-only"
     assert [use.full_name for use in checkpoint.globals] == ["_codecs.encode"]
@@ -236,7 +236,7 @@ def nest(depth: int) -> bytes:
 
 
 @pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 50])
-def test_n8_nested_pickles_are_followed_down_to_max_depth(depth: int) -> None:
+def test_nested_pickles_are_followed_down_to_max_depth(depth: int) -> None:
     judgement = judge_pickles([run(nest(depth), name="x")])
     names = {use.full_name for use in judgement.globals}
     assert ("nobody.inside" in names) == (depth <= MAX_DEPTH)
@@ -245,7 +245,7 @@ def test_n8_nested_pickles_are_followed_down_to_max_depth(depth: int) -> None:
     assert judgement.safety == "dangerous"
 
 
-def test_n8_bytes_shared_by_many_calls_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_shared_by_many_calls_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte referenced a thousand times must not be read a thousand times."""
     from transload.formats import pickle_streams
 
@@ -341,7 +341,7 @@ def test_dangerous_file_gets_no_safe_globals_lines(inspect_zip: InspectZip) -> N
     assert not any("safe_globals" in line for finding in checkpoint.findings for line in finding.fix)
 
 
-def test_p17_no_fix_suggests_weights_only_false_for_a_dangerous_file(inspect_zip: InspectZip) -> None:
+def test_no_fix_suggests_weights_only_false_for_a_dangerous_file(inspect_zip: InspectZip) -> None:
     checkpoint = inspect_zip(PAYLOAD)
     assert not any("weights_only=False" in line for finding in checkpoint.findings for line in finding.fix)
 
