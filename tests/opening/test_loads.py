@@ -23,7 +23,7 @@ from transload.opening import engine
 from transload.opening.jobs import FEW_BYTES
 
 if TYPE_CHECKING:
-    from tests.opening.transfer.fake import FakeDriver
+    from tests.opening.fake import FakeDriver
 
 LONG = 1_500_000
 THREADS = [1, 3]

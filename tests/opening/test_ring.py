@@ -11,7 +11,7 @@ from random import Random
 from zlib import crc32
 
 import pytest
-from tests.opening.transfer.fake import CALLS, CONTEXT, FakeDriver, Targets
+from tests.opening.fake import CALLS, CONTEXT, FakeDriver, Targets
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import BytesSource, FileSource

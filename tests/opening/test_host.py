@@ -10,7 +10,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
-from tests.opening.transfer.fake import Targets
+from tests.opening.fake import Targets
 
 from transload.errors import CannotReadError
 from transload.io.sources import BytesSource, FileSource, ObjectSource, Source

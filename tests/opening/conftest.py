@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.opening.transfer.fake import FakeDriver
+from tests.opening.fake import FakeDriver
 
 from transload.io import cuda_driver as driver
 from transload.opening import engine

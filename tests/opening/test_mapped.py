@@ -9,7 +9,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from tests.opening.transfer.fake import CALLS, FakeDriver, Targets
+from tests.opening.fake import CALLS, FakeDriver, Targets
 
 from transload.io.cuda_driver import DriverError
 from transload.io.sources import FileSource
