@@ -129,7 +129,6 @@ NAMED = {
     "judge": {"deepspeed"},  # the package
     "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
     "opening": {"sharded"},  # a kind of tensor
-    "verifying": {"sharded"},
     "writing": {"safetensors", "npz", "npy", "gguf", "sharded"},  # what convert writes, or not; a kind of tensor
 }
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from transload.errors import CannotReadError, ManifestError, UsageError
 from transload.opening import inspect
-from transload.verifying import Difference, TensorSum, hash_of_all, read_manifest, verify, write_manifest
+from transload.opening.digests import Difference, TensorSum, hash_of_all
+from transload.verifying import read_manifest, verify, write_manifest
 
 VALUES = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(4), "c": torch.ones(2)}
 

@@ -19,8 +19,9 @@ import transload
 from transload.cli.commands import expand_paths
 from transload.errors import CannotReadError
 from transload.opening import inspect
+from transload.opening.damage import Damage
 from transload.render.lines import as_text
-from transload.verifying import Damage, Verification, report, verify
+from transload.verifying import Verification, report, verify
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -457,8 +457,8 @@ def test_directory_behind_a_symlink_is_replaced_and_the_link_kept(tmp_path: Path
 
 
 def test_concurrent_conversions_do_not_share_temporary_directories(tmp_path: Path) -> None:
-    first = output.Folder(f"{tmp_path}/out/", overwrite=False)
-    second = output.Folder(f"{tmp_path}/out/", overwrite=False)
+    first = output.AtomicFolder(f"{tmp_path}/out/", overwrite=False)
+    second = output.AtomicFolder(f"{tmp_path}/out/", overwrite=False)
     assert len(files(tmp_path)) == 2
     first.discard()
     second.commit()

@@ -133,9 +133,9 @@ def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
         from transload.opening.damage import misplaced
 
         with OpenCheckpoint(path) as opened:
-            found = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(opened.elements).items())
-        if found:
-            return judge(replace(checkpoint, problems=(*checkpoint.problems, *found)))
+            problems = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(opened.elements).items())
+        if problems:
+            return judge(replace(checkpoint, problems=(*checkpoint.problems, *problems)))
     return checkpoint
 
 
@@ -157,8 +157,8 @@ def checked(
         environ,
         {package.missing for package in needed if package.missing},
     )
-    said, fits = torch_says(checkpoint, installed), compatibility(checkpoint, machine)
-    result = Check(checkpoint, diagnosis, devices, device, plan, said, needed, fits, "", ())
+    prediction, fits = torch_says(checkpoint, installed), compatibility(checkpoint, machine)
+    result = Check(checkpoint, diagnosis, devices, device, plan, prediction, needed, fits, "", ())
     findings = list(_findings(result))
     # Why ``load`` would raise, in the order of its checks: the file, the names it imports, the machine.
     refusals: list[str] = []
@@ -194,30 +194,30 @@ def devices_of(diagnosis: Diagnosis, environ: Mapping[str, str]) -> Devices:
     machine = diagnosis.machine
     torch = machine.torch.first
     without_torch = isinstance(machine.torch.installs, tuple) and torch is None
-    found: list[Device] = []
+    accelerators: list[Device] = []
     if diagnosis.cuda_usable or (without_torch and machine.driver.cuda.works):
         # The GPUs that the driver lists; only NVML knows how much memory is free.
         free = {gpu.uuid: gpu.free for gpu in machine.driver.nvml.gpus if gpu.uuid}
         gpus = machine.driver.cuda.gpus
-        found += [Device(f"cuda:{gpu.ordinal}", free.get(gpu.uuid, -1), gpu.memory, gpu.name) for gpu in gpus]
+        accelerators += [Device(f"cuda:{gpu.ordinal}", free.get(gpu.uuid, -1), gpu.memory, gpu.name) for gpu in gpus]
     else:
         # Accelerators other than NVIDIA GPUs that the installed torch was built for.
         built = {"mps": "mps"}
         if torch is not None:
             built |= {"rocm": "cuda" if torch.hip else "", "xpu": "xpu" if torch.xpu else ""}
         seen: Counter[str] = Counter()
-        for each in machine.accelerators:
-            kind = built.get(each.kind, "")
+        for accelerator in machine.accelerators:
+            kind = built.get(accelerator.kind, "")
             name = kind if kind == "mps" else f"{kind}:{seen[kind]}"
-            if each.usable and kind and name not in seen:
-                found.append(Device(name, label=each.name))
+            if accelerator.usable and kind and name not in seen:
+                accelerators.append(Device(name, label=accelerator.name))
                 seen.update((kind, name))
     why, cause = "no GPU works here", diagnosis.cause
     if cause is not None and diagnosis.status == "broken" and machine.hardware.present:
         why = f"{cause.title} [{cause.code}]"
     host = Device("cpu", machine.platform.memory_free, machine.platform.memory)
-    current, absent = (found[0].name, "") if found else ("", why)
-    return Devices((host, *found), current, local_rank(environ), absent)
+    current, absent = (accelerators[0].name, "") if accelerators else ("", why)
+    return Devices((host, *accelerators), current, local_rank(environ), absent)
 
 
 # -- packages
@@ -254,18 +254,18 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
             modules.setdefault(package, []).append((module, use.full_name.removeprefix(f"{module}.")))
     if checkpoint.path.endswith(".safetensors"):
         modules.setdefault("safetensors", []).append(("safetensors.torch", "load_file"))
-    known = table("packages")
-    broken = {each.package.replace("-", "_"): each for each in reversed(machine.extensions)}
+    listed = table("packages")
+    extensions = {broken.package.replace("-", "_"): broken for broken in reversed(machine.extensions)}
     result = []
     for name, uses in modules.items():
         parts = [] if name in _MAIN_MODULES else [_missing(module, machine.python, cwd) for module, _ in uses]
         missing = next(filter(None, parts), "")
-        extension = broken.get(name)
+        extension = extensions.get(name)
         lacks = extension.missing or extension.undefined if extension and not missing else ()
         problem = f"it needs {lacks[0]}, which is missing" if lacks else ""
-        names, found = tuple(map(".".join, uses)), not missing and name not in _MAIN_MODULES
-        on_pypi, cuda_only = known["imported_from_pypi"].get(name, ""), name in known["cuda_only"].split()
-        result.append(Package(name, names, found, missing, on_pypi, cuda_only, problem))
+        names, installed = tuple(map(".".join, uses)), not missing and name not in _MAIN_MODULES
+        on_pypi, cuda_only = listed["imported_from_pypi"].get(name, ""), name in listed["cuda_only"].split()
+        result.append(Package(name, names, installed, missing, on_pypi, cuda_only, problem))
     return tuple(result)
 
 
@@ -380,8 +380,8 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
             record = next((record for record in checkpoint.records if record.name == part.name), None)
             if record is not None and record.offset is not None and not record.method:
                 head = read_bytes(checkpoint.path, record.offset, min(record.stored, _PTX_HEAD))
-                if found := _PTX_VERSION.search(head):
-                    written = int(found[1]), int(found[2])
+                if match := _PTX_VERSION.search(head):
+                    written = int(match[1]), int(match[2])
                     major, minor = _PTX_CUDA.get(written, (_PTX_MAJOR.get(written[0], 0), written[1]))
                     needed = major * 1000 + minor * 10
             kernels.append((part.name, (facts.get("target", "").replace("sm_", "compute_"),), needed))
@@ -571,37 +571,37 @@ def _left_out(checkpoint: Checkpoint) -> int:
 def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     """A table of several files, and why some cannot be loaded; ``total`` includes those that could not be read."""
     rows: list[tuple[Words, ...]] = []
-    for each in results:
-        devices = ", ".join(dict.fromkeys(move.device for move in each.plan.moves if move.device)) if each.ok else ""
-        loads = ("loads in part", "trust") if _left_out(each.checkpoint) else ("loads", "good")
-        verdict = (loads if each.ok else ("cannot be loaded", "bad"),)
-        columns = format_words(each.checkpoint), size(each.checkpoint.nbytes)
-        rows.append((path_text(each.checkpoint.path), *columns, verdict, devices))
+    for check in results:
+        devices = ", ".join(dict.fromkeys(move.device for move in check.plan.moves if move.device)) if check.ok else ""
+        loads = ("loads in part", "trust") if _left_out(check.checkpoint) else ("loads", "good")
+        verdict = (loads if check.ok else ("cannot be loaded", "bad"),)
+        columns = format_words(check.checkpoint), size(check.checkpoint.nbytes)
+        rows.append((path_text(check.checkpoint.path), *columns, verdict, devices))
     if results:
         titles = ("file", "format", "size", "here", "lands on")
         yield Table(rows, right=(2,), dim=(1,), titles=titles, drops=(1, 2), indent=0)
-    bad = [each for each in results if not each.ok]
-    for each in bad:
-        yield from heading(path_text(each.checkpoint.path, None))
-        yield Prose(printable(each.refusal, None), lead=(("✗ ", "bad"),))
+    bad = [check for check in results if not check.ok]
+    for check in bad:
+        yield from heading(path_text(check.checkpoint.path, None))
+        yield Prose(printable(check.refusal, None), lead=(("✗ ", "bad"),))
     hint = "transload check FILE says more about one" if bad else ""
     yield from tally(total, len(results), len(bad), "cannot be loaded", hint)
 
 
 def report(check: Check) -> Iterator[Block]:
     """Everything ``transload check`` says: the verdict, where everything goes, and what prevents it."""
-    checkpoint, plan, said = check.checkpoint, check.plan, check.torch
+    checkpoint, plan, outcome = check.checkpoint, check.plan, check.torch
     left = _left_out(checkpoint)
     loads = f"it loads without {left:,} of its {len(checkpoint.tensors):,} tensors, see below"
     loads = loads if left else "it loads"
     verdict = loads if check.ok else f"it cannot be loaded: {check.refusal}"
     content = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"
     prediction = checkpoint.prediction.removeprefix("torch.load ") or "cannot be predicted"
-    outcome = {"loads": "loads it", "raises": "fails, as shown below", "unknown": prediction}[said.outcome]
+    torch_load = {"loads": "loads it", "raises": "fails, as shown below", "unknown": prediction}[outcome.outcome]
     summary = [
         ("here", verdict, "bad" if not check.ok else "trust" if left else "good"),
         ("file", f"{content} of {size(checkpoint.tensor_nbytes)}", ""),
-        ("torch.load", outcome, ""),
+        ("torch.load", torch_load, ""),
     ]
     python = check.diagnosis.machine.python
     if python.why:  # not the one that runs transload
@@ -619,10 +619,10 @@ def report(check: Check) -> Iterator[Block]:
             continue
         yield BLANK
         yield from next(findings([finding]))
-    if said.outcome == "raises" and (said.text or said.exact):
-        how = "word for word" if said.exact else "approximately"
-        yield from heading("torch.load(FILE) says", f"torch {printable(said.torch, 40)}, {how}")
-        message = f"{said.error}: {said.text}" if said.text else said.error
+    if outcome.outcome == "raises" and (outcome.text or outcome.exact):
+        how = "word for word" if outcome.exact else "approximately"
+        yield from heading("torch.load(FILE) says", f"torch {printable(outcome.torch, 40)}, {how}")
+        message = f"{outcome.error}: {outcome.text}" if outcome.text else outcome.error
         for bold in ("\033[1m", "\033[0m"):
             message = message.replace(bold, "")
         for line in message.replace("\t", "    ").split("\n"):  # never folded: people search for these words

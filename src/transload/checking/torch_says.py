@@ -22,7 +22,7 @@ from transload.errors import TransloadError
 from transload.findings import packaged
 from transload.formats.rare_opcodes import REFUSED, WEIGHTS_ONLY
 from transload.frozen import Frozen, Plain, replace
-from transload.io.sources import open_source
+from transload.io.sources import is_folder, open_source
 from transload.judge.names import TORCH_DEFAULT, tables, torch_spelling
 from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.nodes import Pickle, short
@@ -133,7 +133,7 @@ class _Predictor:
         strict = self.weights_only and self.release >= (2, 6)  # older releases refuse with other messages
         if strict and self.torch.is_forced("NO_WEIGHTS_ONLY"):
             return self.raises("RuntimeError", self.words("forced-twice"))
-        if os.path.isdir(path):
+        if is_folder(path):
             error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
         if path.endswith(".safetensors") and self.release >= (2, 13):
@@ -142,8 +142,8 @@ class _Predictor:
             if form.suffix == ".safetensors" and self.intact:
                 return Prediction("loads", exact=True, torch=self.torch.version)
             codes = {problem.code for problem in self.checkpoint.problems} if form.suffix == ".safetensors" else set()
-            known = next((self.words(code) for code in _texts() if code in codes), "")  # what safetensors 0.8 says
-            return self.raises("SafetensorError", known, exact=False) if known else self.unknown()
+            text = next((self.words(code) for code in _texts() if code in codes), "")  # what safetensors 0.8 says
+            return self.raises("SafetensorError", text, exact=False) if text else self.unknown()
         if form.runs == "torch.jit" and "constants.pkl" in self.records:
             warnings = (self.words("script-warning"),)
             return self.raises("RuntimeError", self.words("script"), warnings) if strict else self.unknown(warnings)
@@ -201,8 +201,10 @@ class _Predictor:
         if plain and not first:
             return self.raises("RuntimeError", "Invalid magic number; corrupt file?", warnings, exact=intact)
         # Allowed names may be used in ways that fail, and other names may do anything.
-        odd = any(finding.code in ("dangerous-use", "odd-use", "trusted-use") for finding in self.checkpoint.findings)
-        if first or not intact or odd:
+        unusual = any(
+            finding.code in ("dangerous-use", "odd-use", "trusted-use") for finding in self.checkpoint.findings
+        )
+        if first or not intact or unusual:
             return self.unknown(warnings)
         if self.release < NESTED_REFUSED and needs_nested_of_2_15(self.checkpoint):
             text = "'Tensor' object has no attribute '_dynamo_dynamic_range'"
@@ -212,8 +214,8 @@ class _Predictor:
     def events(self, main: Pickle) -> Iterator[tuple[int, Prediction]]:
         """What may stop the unpickler, and where in the stream; ``unknown`` if it may or may not stop."""
         for storage in main.persistent:  # in the order of the stream
-            if said := self.stored(storage.id):
-                yield storage.position, said
+            if prediction := self.stored(storage.id):
+                yield storage.position, prediction
                 break
         for node in (*main.globals.values(), *([main.loader] if main.loader else [])):
             module, name = node.module, node.name
@@ -259,14 +261,14 @@ class _Predictor:
         if self.checkpoint.traits.container == "zip" and record not in self.records:
             return self.raises("RuntimeError", self.words("no-record", record=record))
         tag = _text(pid[3])
-        if tag in self.usable or (said := self.restored(tag)) is None:
+        if tag in self.usable or (prediction := self.restored(tag)) is None:
             self.usable.add(tag)
             return None
         kind, _, index = tag.partition(":")
         plain = tag.isascii() and tag.isprintable() and not (index.isdigit() and int(index[:9]) > _MAX_INDEX)
         usual = self.release >= (2, 11) or _LOOKS_LIKE.match(tag) is None
         exact = plain and usual and self.torch.sure and tag != "mtia" and (self.release >= (2, 4) or kind == "cuda")
-        return replace(said, exact=exact)
+        return replace(prediction, exact=exact)
 
     def restored(self, tag: str) -> Prediction | None:
         """The error for restoring a storage to the device of its tag; ``None`` if that works."""

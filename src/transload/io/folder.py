@@ -9,7 +9,7 @@ from typing import Literal
 
 from transload.errors import CannotReadError
 from transload.frozen import NamedTuple
-from transload.io.sources import FileSource, Source
+from transload.io.sources import FileSource, Source, is_folder
 
 # A directory of ten million files must not be listed to its end before anything is reported.
 MAX_ENTRIES = 10_000
@@ -145,4 +145,4 @@ def folder_of(path: str | os.PathLike[str]) -> tuple[Folder, str]:
     """The folder of a checkpoint of several files, and the name of its index if the path is that."""
     path = os.fspath(path)
     folder, name = os.path.split(path)
-    return (Folder(folder), name) if name.endswith(".index.json") and not os.path.isdir(path) else (Folder(path), "")
+    return (Folder(folder), name) if name.endswith(".index.json") and not is_folder(path) else (Folder(path), "")

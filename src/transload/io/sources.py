@@ -297,7 +297,12 @@ def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
 
 def is_set(path: str | os.PathLike[str]) -> bool:
     """Whether a path leads to a checkpoint of several files: a directory, or the index of shards."""
-    return os.path.isdir(path) or os.fspath(path).endswith(".index.json")
+    return is_folder(path) or os.fspath(path).endswith(".index.json")
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether a path leads to a directory."""
+    return os.path.isdir(path)
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:

@@ -243,25 +243,25 @@ _BYTE_ORDERS = {3: b"big", 6: b"little"}
 
 def recover_archive(source: Source) -> Recovered | None:
     """The archive that begins at byte 0 of a source; ``None`` if there is no record in it."""
-    found = Scan(source, repaired_bytes)
-    checked = _check(source, found)
+    scan = Scan(source, repaired_bytes)
+    checked = _check(source, scan)
     if not checked:
         return None
-    padded = sum(record.local is not None and record.local.padded for record in found.records)
-    by_torch = 2 * padded > len(found.records)
-    records, lost = _rebuild(source, found, checked, by_torch=by_torch)
+    padded = sum(record.local is not None and record.local.padded for record in scan.records)
+    by_torch = 2 * padded > len(scan.records)
+    records, lost = _rebuild(source, scan, checked, by_torch=by_torch)
     notes: list[str] = []
     after: list[SourceRange] = []
     if not by_torch:
         records = _normalized(records, notes)
     else:
-        if not _has_checksums(found.records):
+        if not _has_checksums(scan.records):
             records = [record._replace(crc32=0) for record in records]
         # Bytes before the directory that belong to no record. A retagged file has some, where its old index was.
-        start, stated = found.directory.start, found.directory.stated
-        if max((record.end for record in found.records), default=0) <= stated < start:
+        start, stated = scan.directory.start, scan.directory.stated
+        if max((record.end for record in scan.records), default=0) <= stated < start:
             start = stated  # its first entries are damaged
-        ends = [record.end for record in found.records if not record.replaced and record.end <= start]
+        ends = [record.end for record in scan.records if not record.replaced and record.end <= start]
         since = max(ends, default=start)
         if start > 0 and since < start:
             after = [SourceRange(source, since, start - since)]
@@ -272,14 +272,14 @@ def recover_archive(source: Source) -> Recovered | None:
             records[index] = new._replace(method=0, added=True, lost=())
             lost = [each for each in lost if each.name != "byteorder"]
     records = _with_version(records, notes)
-    lost += [LostRecord(name_below_root(entry.name), "it is not in the file") for entry in found.missing]
+    lost += [LostRecord(name_below_root(entry.name), "it is not in the file") for entry in scan.missing]
     # Compare the new archive with the damaged file.
     archive = RebuiltArchive(records, source.name, after)
     in_place = not lost and {record.header for record in records} <= {offset for offset, _ in archive.generated}
     repairs = [
         repair._replace(record=name_below_root(each.name)) for each, verdict in checked for repair in verdict.repairs
     ]
-    if not found.directory.entries and not in_place:
+    if not scan.directory.entries and not in_place:
         notes.insert(0, "the directory of the archive is missing: the records were found one by one")
     proven = all(each.name_proven for each, _ in checked)  # a header contains the name: it is no more certain than that
     for offset, right in archive.generated if in_place else ():
@@ -304,11 +304,11 @@ def recover_archive(source: Source) -> Recovered | None:
 # -- checking records
 
 
-def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
+def _check(source: Source, scan: Scan) -> list[tuple[FoundRecord, Verdict]]:
     """A verdict on every record that was not replaced, in the order of the file, with its name."""
-    records = [record for record in found.records if not record.replaced]
+    records = [record for record in scan.records if not record.replaced]
     named: dict[bytes, FoundRecord] = {}
-    for record, (name, proven) in zip(records, _names(found, records), strict=True):
+    for record, (name, proven) in zip(records, _names(scan, records), strict=True):
         earlier = named.pop(name, None)  # the last record of a name counts: a new index is written after the old one
         sure = proven and (earlier is None or earlier.name_proven)
         named[name] = record._replace(name=name, name_proven=sure)
@@ -335,7 +335,7 @@ def _check(source: Source, found: Scan) -> list[tuple[FoundRecord, Verdict]]:
         # Otherwise bytes were inserted or removed, and it is damaged.
         folder, _, key = text_of(name).rpartition("/")
         if verdict.state not in ("whole", "repaired") and not record.endless and folder.endswith(("/data", "/tensors")):
-            storage = found.storages.get(key)
+            storage = scan.storages.get(key)
             placed = record.payload % ALIGNMENT == 0 or (record.local and record.local.end == record.payload)
             if storage is not None and not (placed and storage.nbytes == record.stored):
                 present = max(0, min(storage.nbytes, source.size - record.payload))
@@ -401,7 +401,7 @@ _NUMBERED = re.compile(
 _FACTS = 4  # the first reasons for a name are facts, the last is only what names usually look like
 
 
-def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, bool]]:
+def _names(scan: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, bool]]:
     """The name of each record, and whether the file itself proves it.
 
     A record has two names if a bit was flipped in its header or in the directory.
@@ -410,10 +410,10 @@ def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes,
     every = [name for names in named for name in names]
     roots = Counter(name.partition(b"/")[0] for name in every if b"/" in name)
     sure = {names[0] for names in named if len(names) == 1}
-    known: Counter[bytes] = Counter()
+    usual: Counter[bytes] = Counter()
     if len(every) > len(named):
-        known.update(word for name in every for word in _words(name))
-        known.update(dict.fromkeys(_KNOWN_WORDS, 2))
+        usual.update(word for name in every for word in _words(name))
+        usual.update(dict.fromkeys(_KNOWN_WORDS, 2))
 
     def evidence(name: bytes) -> tuple[int, ...]:
         """The reasons for a name, the strongest first."""
@@ -427,9 +427,9 @@ def _names(found: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes,
         return (
             top == roots.most_common(1)[0][0] if roots else True,
             name not in sure,
-            below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in found.storages,
+            below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in scan.storages,
             below in _KNOWN or follows,
-            -sum(known[word] < 2 for word in _words(name)),
+            -sum(usual[word] < 2 for word in _words(name)),
         )
 
     for names in named:
@@ -453,14 +453,14 @@ def _words(name: bytes) -> set[bytes]:
 
 
 def _rebuild(
-    source: Source, found: Scan, checked: Sequence[tuple[FoundRecord, Verdict]], *, by_torch: bool
+    source: Source, scan: Scan, checked: Sequence[tuple[FoundRecord, Verdict]], *, by_torch: bool
 ) -> tuple[list[ArchiveRecord], list[LostRecord]]:
     """The records of the new archive, and those that could not be recovered as they were saved."""
     records: list[ArchiveRecord] = []
     lost: list[LostRecord] = []
     time = date = 0
     if by_torch:
-        headers = [each for record in found.records for each in (record.local, record.entry) if each]
+        headers = [each for record in scan.records for each in (record.local, record.entry) if each]
         time, date = Counter((each.time, each.date) for each in headers).most_common(1)[0][0]
     root = Counter(record.name.partition(b"/")[0] for record, _ in checked).most_common(1)[0][0]
     reached = order = 0
@@ -524,9 +524,9 @@ def _normalized(records: list[ArchiveRecord], notes: list[str]) -> list[ArchiveR
     tops = Counter(name.partition(b"/")[0] + b"/" for name in names if b"/" in name)
     prefix = tops.most_common(1)[0][0] if tops else b""
     for index in (b"data.pkl", b"constants.pkl", b"model.json", b"archive_format", b"version"):
-        found = [name for name in names if name.rpartition(b"/")[2].lower() == index]
-        if found:  # the folder of the least nested index
-            prefix = min(found, key=lambda name: (name.count(b"/"), len(name)))[: -len(index)]
+        indexes = [name for name in names if name.rpartition(b"/")[2].lower() == index]
+        if indexes:  # the folder of the least nested index
+            prefix = min(indexes, key=lambda name: (name.count(b"/"), len(name)))[: -len(index)]
             break
     root = prefix.rstrip(b"/").rpartition(b"/")[2] or b"archive"
     kept = {name for name in names if name.startswith(prefix)}

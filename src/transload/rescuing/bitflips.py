@@ -111,12 +111,12 @@ def flipped_bits(syndrome: int, length: int, most: int = 8) -> list[tuple[int, i
     """
     if not syndrome or not length:
         return []
-    found: list[tuple[int, int]] = []
+    flips: list[tuple[int, int]] = []
     bit = _logarithm(times(power(_MAX_BITS - 32), syndrome), min(8 * length, _MAX_BITS))
-    while bit is not None and bit < 8 * length and len(found) < most:
-        found.append((length - 1 - bit // 8, 128 >> bit % 8))
+    while bit is not None and bit < 8 * length and len(flips) < most:
+        flips.append((length - 1 - bit // 8, 128 >> bit % 8))
         bit += _MAX_BITS
-    return found
+    return flips
 
 
 def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
@@ -129,13 +129,13 @@ def destroyed_bytes(syndrome: int, length: int) -> list[tuple[int, int]]:
     zero = zlib.crc32(b"\0")
     effects = [zlib.crc32(bytes([value])) ^ zero for value in range(256)]
     highest = {effect >> 24: value for value, effect in enumerate(effects)}
-    found: list[tuple[int, int]] = []
+    changes: list[tuple[int, int]] = []
     for position in range(length - 1, -1, -1):  # undo the effect of each byte, from the last one on
         value = highest[syndrome >> 24]
         syndrome = (syndrome ^ effects[value]) << 8 | value
         if 0 < syndrome < 256:
-            found.append((position, syndrome))
-    return found
+            changes.append((position, syndrome))
+    return changes
 
 
 def _logarithm(value: int, most: int) -> int | None:
@@ -152,7 +152,7 @@ def _logarithm(value: int, most: int) -> int | None:
         table = [0]
         for bit in range(8):
             product = times(1 << shift + bit, factor)
-            table += [known ^ product for known in table]
+            table += [entry ^ product for entry in table]
         tables.append(table)
     low, second, third, high = tables
     for large in range(stride + 1):
@@ -188,9 +188,9 @@ def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
     pending = [claim for claim in pending if claim.method in allowed]
     sums: dict[Claim, int] = {}  # of what each record inflates to, unless it is cut or damaged
     while pending:  # `checksums` leaves out records that overlap: they are summed in the next round
-        found = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in pending])
-        sums |= {pending[index]: value for index, value in found.items() if not isinstance(value, Lost)}
-        pending = [claim for index, claim in enumerate(pending) if index not in found] if found else []
+        computed = checksums(source, [Record("", c.payload, c.size, c.stored, 0, c.method) for c in pending])
+        sums |= {pending[index]: value for index, value in computed.items() if not isinstance(value, Lost)}
+        pending = [claim for index, claim in enumerate(pending) if index not in computed] if computed else []
     records, tried = _MAX_REPAIRED, _MAX_TRIED  # the budget for repairs of all records
     verdicts: list[Verdict] = []
     for claim in claims:
@@ -218,13 +218,13 @@ def check_records(source: Source, claims: Sequence[Claim]) -> list[Verdict]:
 def _repair_stored(source: Source, claim: Claim, value: int) -> Verdict:
     """Find the flipped bit that explains the checksum, or any of its copies if they differ."""
     votes = [vote for vote, _ in Counter(claim.checksums).most_common()]
-    found = [(vote, *flip) for vote in votes for flip in flipped_bits(value ^ vote, claim.stored, _MAX_CANDIDATES)]
-    if len(found) != 1 or 8 * claim.stored >= _MAX_BITS:
-        candidates = tuple(claim.payload + byte for _, byte, _ in found)
+    flips = [(vote, *flip) for vote in votes for flip in flipped_bits(value ^ vote, claim.stored, _MAX_CANDIDATES)]
+    if len(flips) != 1 or 8 * claim.stored >= _MAX_BITS:
+        candidates = tuple(claim.payload + byte for _, byte, _ in flips)
         return Verdict("damaged", value, size=claim.stored, candidates=candidates)
     # How certain it is that one bit was flipped, and that no other damage looks the same.
     certainty: Certainty = "proven" if claim.stored <= _PROVEN else "probable"
-    return _repaired(source, claim, *found[0], certainty if claim.stored <= _PROBABLE else "ambiguous")
+    return _repaired(source, claim, *flips[0], certainty if claim.stored <= _PROBABLE else "ambiguous")
 
 
 def _repaired(source: Source, claim: Claim, vote: int, byte: int, bits: int, certainty: Certainty) -> Verdict:
@@ -244,15 +244,15 @@ def repair_index(source: Source, claim: Claim, damaged: Verdict) -> Verdict:
     if claim.method or damaged.crc32 is None or claim.stored > _PROBABLE_BYTE:
         return damaged
     data = source.read(claim.payload, claim.stored)
-    found = [
+    changes = [
         (vote, byte, bits)
         for vote in dict.fromkeys(claim.checksums)
         for byte, bits in islice(destroyed_bytes(damaged.crc32 ^ vote, len(data)), _MAX_CANDIDATES)
         if not run(_flipped(data, byte, bits)).broken
     ]
-    if len(found) != 1:
+    if len(changes) != 1:
         return damaged
-    return _repaired(source, claim, *found[0], "proven" if claim.stored <= _PROVEN_BYTE else "probable")
+    return _repaired(source, claim, *changes[0], "proven" if claim.stored <= _PROVEN_BYTE else "probable")
 
 
 # -- deflated records
@@ -271,7 +271,7 @@ def _padding_repairs(source: Source, claim: Claim) -> tuple[Repair, ...] | None:
     content = _inflate_all(data)
     if content is None:
         return None
-    found: list[Repair] = []
+    repairs: list[Repair] = []
     for place in places:
         new = old = data[place]
         for bit in (128, 64, 32, 16, 8, 4, 2, 1):
@@ -280,8 +280,8 @@ def _padding_repairs(source: Source, claim: Claim) -> tuple[Repair, ...] | None:
                     break
                 new ^= bit
         if new != old:
-            found.append(Repair(claim.payload + place, old, new, "", "proven"))
-    return tuple(found)
+            repairs.append(Repair(claim.payload + place, old, new, "", "proven"))
+    return tuple(repairs)
 
 
 def _inflate_all(data: bytes) -> bytes | None:
@@ -297,7 +297,7 @@ def _inflate_all(data: bytes) -> bytes | None:
 def _repair_deflated(source: Source, claim: Claim) -> Verdict:
     """Try every bit: with the right one flipped, the record inflates to the right size and checksum."""
     data = source.read(claim.payload, claim.stored)
-    found: list[tuple[int, int, int]] = []
+    flips: list[tuple[int, int, int]] = []
     prefix, value, size = zlib.decompressobj(-15), 0, 0
     for index, byte in enumerate(data):
         for bit in range(8):
@@ -309,7 +309,7 @@ def _repair_deflated(source: Source, claim: Claim) -> Verdict:
             if unpack.eof and not unpack.unused_data and size + len(piece) == claim.size:
                 whole = zlib.crc32(piece, value)
                 if whole in claim.checksums:
-                    found.append((whole, index, 1 << bit))
+                    flips.append((whole, index, 1 << bit))
         try:
             piece = prefix.decompress(data[index : index + 1])
         except zlib.error:  # the damage is before this byte
@@ -317,13 +317,13 @@ def _repair_deflated(source: Source, claim: Claim) -> Verdict:
         value, size = zlib.crc32(piece, value), size + len(piece)
         if size > claim.size or prefix.eof:
             break
-    if not found:
+    if not flips:
         return Verdict("damaged")
     certainty: Certainty = "proven"
-    if len(found) > 1:  # all inflate to the same: prefer what zlib would have written
+    if len(flips) > 1:  # all inflate to the same: prefer what zlib would have written
         certainty = "probable"
-        content = _inflate_all(_flipped(data, *found[0][1:])) or b""
+        content = _inflate_all(_flipped(data, *flips[0][1:])) or b""
         packers = [zlib.compressobj(level, wbits=-15) for level in range(1, 10)]
         usual = [packer.compress(content) + packer.flush() for packer in packers]
-        found.sort(key=lambda flip: _flipped(data, *flip[1:]) not in usual)
-    return _repaired(source, claim, *found[0], certainty)
+        flips.sort(key=lambda flip: _flipped(data, *flip[1:]) not in usual)
+    return _repaired(source, claim, *flips[0], certainty)

@@ -133,7 +133,7 @@ def read_damaged_index(data: bytes) -> tuple[object, list[Persistent], list[str]
 
 def _texts(data: bytes) -> dict[int, tuple[int, str]]:
     """What may be short texts, by offset: the length and the text of each."""
-    found: dict[int, tuple[int, str]] = {}
+    texts: dict[int, tuple[int, str]] = {}
     budget = _MAX_OVERLAP * len(data)
     for match in _TEXT.finditer(data):
         length = int.from_bytes(match[1], "little")
@@ -144,18 +144,18 @@ def _texts(data: bytes) -> dict[int, tuple[int, str]]:
         if length == len(raw) > 0:
             text = raw.decode("utf-8", "replace")
             if text.isprintable() and "\ufffd" not in text:
-                found[match.start()] = length, text
-    return found
+                texts[match.start()] = length, text
+    return texts
 
 
 def _definitions(data: bytes, texts: dict[int, tuple[int, str]]) -> _Memo:
     """A memo with the texts and globals that are followed by a memo index; the first for each index."""
     memo = _Memo({})
-    found: list[tuple[int, object]] = [(start + 5 + length, text) for start, (length, text) in texts.items()]
+    values: list[tuple[int, object]] = [(start + 5 + length, text) for start, (length, text) in texts.items()]
     for match in _GLOBAL.finditer(data):
         module, _, name = match[1].decode("ascii", "replace").partition("\n")
-        found.append((match.end(), Global(module, name, match.start())))
-    for end, value in sorted(found, key=lambda each: -each[0]):
+        values.append((match.end(), Global(module, name, match.start())))
+    for end, value in sorted(values, key=lambda definition: -definition[0]):
         width = {ord("q"): 1, ord("r"): 4}.get(data[end] if end < len(data) else 0)
         if width:
             memo[int.from_bytes(data[end + 1 : end + 1 + width], "little")] = value

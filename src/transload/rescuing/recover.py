@@ -74,8 +74,12 @@ def recover(source: Source, stack: ExitStack) -> Recovered | None:
 
 
 def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
-    offset, found = attempt
-    return not found.lost_records and not found.lost_ranges, len(found.records) - len(found.lost_records), -offset
+    offset, recovered = attempt
+    return (
+        not recovered.lost_records and not recovered.lost_ranges,
+        len(recovered.records) - len(recovered.lost_records),
+        -offset,
+    )
 
 
 def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None:
@@ -86,10 +90,10 @@ def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None
         data = carried + source.read(at, _CHUNK)
         carried = b"\r" if data.endswith(b"\r") and at + _CHUNK < source.size else b""
         data = data[: len(data) - len(carried)]
-        found = data.count(b"\r\n")
-        if found != data.count(b"\n"):
+        count = data.count(b"\r\n")
+        if count != data.count(b"\n"):
             return None
-        ends += found
+        ends += count
         file.write(data.replace(b"\r\n", b"\n"))
     return _file_source(file, source.name) if ends else None
 
@@ -178,10 +182,10 @@ def _recover_legacy(source: Source) -> Recovered | None:
         pickles.append(pickle)
     root = pickles[4].root if type(pickles[4].root) is list else []
     keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
-    known = declared_storages(pickles[3])
-    if any(key not in known for key in keys):
+    declared = declared_storages(pickles[3])
+    if any(key not in declared for key in keys):
         return None
-    slots, at = [known[key] for key in keys], first
+    slots, at = [declared[key] for key in keys], first
     end = at + sum(_COUNT + slot.nbytes for slot in slots)
     # In a file of the right size only some counts were overwritten, or had a bit or two flipped. Otherwise everything
     # after a wrong one is displaced.
@@ -360,7 +364,9 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     if not starts_record(source):
         return None
     records = [record for record in Scan(source, repaired_bytes).records if record.names and not record.replaced]
-    if any(name == own or name.endswith(b"/" + own) for name in (r.names[0] for r in records) for own in _RECORDS):
+    if any(
+        name == usual or name.endswith(b"/" + usual) for name in (r.names[0] for r in records) for usual in _RECORDS
+    ):
         return None
     checkpoints: list[tuple[str, FoundRecord]] = []
     for record in records:

@@ -16,9 +16,9 @@ from transload.formats import read_source
 from transload.formats.plain_pickle import holds_tensors
 from transload.formats.sets.dcp import folder_of_rank
 from transload.io import gc_paused
-from transload.io.folder import folder_of
+from transload.io.folder import Folder
 from transload.io.pool import progress_counter
-from transload.io.sources import Progress, Source, SourceLike, is_set, open_source
+from transload.io.sources import Progress, Source, SourceLike, is_folder, open_source
 from transload.judge import judge
 from transload.rescuing.archive import METADATA, LostRange, LostRecord, Recovered, recover_directory
 from transload.rescuing.compose import (
@@ -117,8 +117,8 @@ def rescue_file(
 
 def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack) -> tuple[Source, Recovered]:
     """Open the source, and recover the file in it."""
-    if is_set(path) and not (place := folder_of(path))[1]:
-        unzipped = recover_directory(place[0])
+    if path and is_folder(path):
+        unzipped = recover_directory(Folder(path))
         return unzipped.source, unzipped
     if directory := folder_of_rank(path):
         what = "this is one of the files of a torch.distributed.checkpoint directory"

@@ -27,6 +27,7 @@ from transload.formats.zip_writer import central_entry, descriptor, end_of_archi
 from transload.frozen import Frozen, Plain, Reported, replace
 from transload.io import gc_paused, journal
 from transload.io.atomic import refuse_name
+from transload.io.folder import folder_of
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source, is_set
 from transload.judge import judge
@@ -245,11 +246,9 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
     if form.retag[0]:
         why, fix = form.retag
         if not fix:
-            from pathlib import Path
-
-            folder = path if Path(path).is_dir() else str(Path(path).parent)
+            folder = folder_of(path)[0].name or "."
             fix = f"Retag all its files by naming their directory: transload retag {quoted(folder)} --to {quoted(to)}"
-            if {Path(part.name).suffix for part in checkpoint.parts} - {"", ".json"} == {".safetensors"}:
+            if {os.path.splitext(part.name)[1] for part in checkpoint.parts} - {"", ".json"} == {".safetensors"}:
                 fix = "Its files are safetensors, which carry no device: they load anywhere."
         raise RetagError(why, where=path, fix=fix.replace("{rescue}", rescue_command(path).removeprefix("$ ")))
     if form.container == "zip" and any(record.method for record in checkpoint.records):
@@ -461,15 +460,15 @@ def report(retag: Retag) -> Iterator[Block]:
 def several(results: Sequence[Retag], total: int) -> Iterator[Block]:
     """A table of several files; ``total`` includes those that failed."""
     rows: list[tuple[Words, ...]] = []
-    for each in results:
-        tags = [f"{tag.old} → {tag.new}" for tag in each.tags if tag.old != tag.new]
+    for result in results:
+        tags = [f"{tag.old} → {tag.new}" for tag in result.tags if tag.old != tag.new]
         more = f" and {len(tags) - 3} more" if len(tags) > 3 else ""
-        words = ", ".join(map(printable, tags[:3])) + more or _METHODS[each.method]
-        written = size(each.written) if each.done else f"would be {size(each.written)}"
-        rows.append((path_text(each.path), ((words, "" if tags else "dim"),), written))
+        words = ", ".join(map(printable, tags[:3])) + more or _METHODS[result.method]
+        written = size(result.written) if result.done else f"would be {size(result.written)}"
+        rows.append((path_text(result.path), ((words, "" if tags else "dim"),), written))
     if results:
         yield Table(rows, right=(2,), titles=("file", "tags", "written"), indent=0)
     failed = f", {total - len(results):,} could not be retagged" if len(results) < total else ""
-    changed = sum(each.changed for each in results)
-    verb = "changed" if all(each.done for each in results) else "would be changed"
+    changed = sum(result.changed for result in results)
+    verb = "changed" if all(result.done for result in results) else "would be changed"
     yield from heading(f"{plural(total, 'file')}: {changed:,} {verb}{failed}")

@@ -114,12 +114,12 @@ def find_sites(
         parts = positions[first : low + len(before)]
         sites.append(Site(tag, code, positions[index], positions[index + 1], entry, parts, place))
     reads: dict[int, list[tuple[int, int]]] = {site.entry: [] for site in sites if site.literal and site.entry >= 0}
-    own = {site.at for site in sites}
+    places = {site.at for site in sites}
     for match in re.finditer(rb"[hjg]", codes) if reads else ():
         index = match.start()
         at = positions[index]
         # Most of them are short, and read "storage" or a storage class.
-        if (codes[index] != _BINGET or data[at + 1] in reads) and at not in own:
+        if (codes[index] != _BINGET or data[at + 1] in reads) and at not in places:
             entry = entry_of(index)
             if entry in reads:
                 reads[entry].append((at, positions[index + 1]))
@@ -238,7 +238,7 @@ def edits_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | 
     """
     edits: list[Edit] = []
     frames: list[int] = []
-    found = 0
+    streams = 0
     for (at, code), (end, _) in pairwise(opcodes(data, pickle.start, pickle.raw)):
         if code == _FRAME:
             frames.append(at)
@@ -254,7 +254,7 @@ def edits_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | 
             continue
         if not stream.startswith(MAGIC_PICKLE):
             continue
-        found += 1
+        streams += 1
         main = run(stream, run(stream, run(stream, len(MAGIC_PICKLE)).end).end)
         inside = None if main.broken else tag_edits(main, stream, renamed)
         if inside is None:
@@ -273,7 +273,7 @@ def edits_inside(pickle: Pickle, data: bytes, renamed: Renamed) -> list[Edit] | 
                 width = 4 if width == 1 else 8
                 code = next(other for other in codes if codes[other] == width)  # noqa: PLW2901 - a longer form of it
             edits.append(Edit(at, begin, bytes([code]) + length.to_bytes(width, "little")))
-    return [*edits, *_reframed(data, frames, edits)] if found == len(pickle.persistent) else None
+    return [*edits, *_reframed(data, frames, edits)] if streams == len(pickle.persistent) else None
 
 
 def _text(text: str, code: int) -> bytes:
@@ -310,25 +310,25 @@ def _fitted(data: bytes, site: Site, text: bytes, protocol: int, *, forget: bool
     return bytes((_PROTO, max(protocol, 2))) * ((room - len(new)) // _FILLER) + new
 
 
-def _forms(own: bytes) -> tuple[bytes, ...]:
+def _forms(opcode: bytes) -> tuple[bytes, ...]:
     """An opcode as it is, and its other encodings that mean the same to every unpickler."""
-    code = own[0]
-    if code in b"jr" and any(own[2:]):
-        return (own,)
+    code = opcode[0]
+    if code in b"jr" and any(opcode[2:]):
+        return (opcode,)
     if code in b"hjqr":
         short, long = b"hj" if code in b"hj" else b"qr"
-        return own, bytes((long, own[1], 0, 0, 0)) if len(own) == 2 else bytes((short, own[1]))
+        return opcode, bytes((long, opcode[1], 0, 0, 0)) if len(opcode) == 2 else bytes((short, opcode[1]))
     if code == _PROTO:
-        return own, b""
+        return opcode, b""
     if code not in b"KMJ":
-        return (own,)
-    value = int.from_bytes(own[1:], "little", signed=code == 0x4A)
+        return (opcode,)
+    value = int.from_bytes(opcode[1:], "little", signed=code == 0x4A)
     others = [b"J" + value.to_bytes(4, "little", signed=True)]
     if 0 <= value < 1 << 16:
         others.insert(0, b"M" + value.to_bytes(2, "little"))
     if 0 <= value < 1 << 8:
         others.insert(0, bytes((0x4B, value)))
-    return (own, *(form for form in others if len(form) != len(own)))
+    return (opcode, *(form for form in others if len(form) != len(opcode)))
 
 
 @lru_cache(_MAX_CHOICES)

@@ -27,6 +27,7 @@ from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_a
 from transload.frozen import Frozen, Reported
 from transload.io import gc_paused
 from transload.io.atomic import refuse_missing_directory, remove_leftovers
+from transload.io.folder import folder_of
 from transload.io.pool import progress_counter
 from transload.io.sources import FileSource, Progress, SourceLike
 from transload.opening.elements import ElementReader
@@ -84,10 +85,10 @@ def write_content(
     sources: set[tuple[int, int]] = set()  # the identities of all files that the checkpoint is read from
     if isinstance(source, str | os.PathLike):
         path = os.fsdecode(source)
-        folder = path if os.path.isdir(path) else os.path.dirname(path)
+        folder = folder_of(path)[0]
         names = {*(name for name, _ in reader.files), *(storage.file for storage in checkpoint.storages)}
         names |= {part.name for part in checkpoint.parts if part.role == "index"}
-        sources = file_identity(path).union(*(file_identity(os.path.join(folder, name)) for name in names if name))
+        sources = file_identity(path).union(*(file_identity(folder.path(name)) for name in names if name))
     else:
         with suppress(AttributeError, OSError, ValueError):
             sources = file_identity(source.fileno())
@@ -279,8 +280,8 @@ def _write_torch(job: ConversionJob, plan: ConversionPlan) -> None:
         if entry.call is not None:  # carried over with its storages
             same = _geometry(tensor) == _geometry(before)
         else:
-            found = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
-            same = found == (entry.dtype, entry.offset, before.shape, entry.stride, str(entry.storage))
+            view = (tensor.dtype, tensor.offset, tensor.shape, tensor.stride, tensor.storage)
+            same = view == (entry.dtype, entry.offset, before.shape, entry.stride, str(entry.storage))
         if not same:
             raise _not_as_written(source.name, entry.name)
     if job.verify:
@@ -326,10 +327,10 @@ def _write_safetensors(job: ConversionJob, plan: ConversionPlan) -> None:
         # Our reader must find exactly the entries, at their offsets.
         source = FileSource(file.path, file.descriptor)
         read = read_safetensors(source)
-        found = {(tensor.name, tensor.dtype, tensor.shape, tensor.file_offset) for tensor in read.tensors}
+        places = {(tensor.name, tensor.dtype, tensor.shape, tensor.file_offset) for tensor in read.tensors}
         at = len(header)
         for entry in shard:
-            if entry.nbytes and (entry.name, entry.dtype, entry.tensor.shape, at) not in found:
+            if entry.nbytes and (entry.name, entry.dtype, entry.tensor.shape, at) not in places:
                 raise _not_as_written(source.name, entry.name)
             at += entry.nbytes
         if len(read.tensors) != len(shard) or read.problems:
@@ -392,8 +393,8 @@ def _write_npz(job: ConversionJob, plan: ConversionPlan) -> None:
     if len(index.records) != len(members):
         raise _not_as_written(source.name)
     records = []
-    for found, record, (name, head, entry) in zip(index.names, index.records.values(), members, strict=True):
-        same = found.encode() == name and record.size == len(head) + entry.nbytes
+    for member, record, (name, head, entry) in zip(index.names, index.records.values(), members, strict=True):
+        same = member.encode() == name and record.size == len(head) + entry.nbytes
         if not same or source.read(record.offset or 0, len(head)) != head:
             raise _not_as_written(source.name, entry.name)
         records.append(record._replace(name=entry.name))

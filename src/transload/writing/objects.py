@@ -53,10 +53,10 @@ def object_state(node: Call) -> Dict | None:
         bare = type(args) is tuple and len(args) == 3 and args[2] is None
     else:
         bare = args == () and (node.kwargs is None or (type(node.kwargs) is Dict and not node.kwargs.items))
-    made = node.kind in ("newobj", "reduce", "obj", "inst", "newobj_ex") and not node.items and not node.appended
+    is_instance = node.kind in ("newobj", "reduce", "obj", "inst", "newobj_ex") and not node.items and not node.appended
     states: list[Any] = node.states or ([Dict([])] if node.kind == "newobj" else [])
     state = with_slots(states[0]) if len(states) == 1 else None
-    return state if bare and made and type(state) is Dict else None
+    return state if bare and is_instance and type(state) is Dict else None
 
 
 def is_module(state: Dict) -> bool:
@@ -117,18 +117,18 @@ class Leftovers(BoundedWalk):
     """What was dropped: ``data`` is plain data (``None`` if there is none), ``listed`` is everything else.
 
     ``dropped`` are paths and nodes, ``tensors`` the paths of tensors, which are stored by themselves. ``versions`` is
-    whether a state dict came with the versions of its modules. ``odd`` are tensors under keys that are neither strings
-    nor numbers, so their names may be ambiguous.
+    whether a state dict came with the versions of its modules. ``ambiguous`` are the names of tensors under keys that
+    are neither strings nor numbers.
     """
 
     def __init__(self, dropped: Iterable[tuple[Path, Any]], tensors: frozenset[Path]) -> None:
         super().__init__()
         self.listed: list[Omission] = []
         self.versions = False
-        self.odd: list[str] = []
+        self.ambiguous: list[str] = []
         self._tensors = tensors
         self._text_left = self._names_left = _MAX_TEXT
-        self._unlisted = self._below_odd = 0
+        self._unlisted = self._below_ambiguous = 0
         data: dict[str, Any] = {}
         for path, node in dropped:
             value = self._plain(node, path, 0)
@@ -160,8 +160,8 @@ class Leftovers(BoundedWalk):
     def _plain(self, node: Any, path: Path, depth: int) -> Any:
         """A node as plain data, or ``NOTHING``."""
         if path in self._tensors:
-            if self._below_odd:
-                self.odd.append("/".join(map(str, path)))
+            if self._below_ambiguous:
+                self.ambiguous.append("/".join(map(str, path)))
             attributes = tensor_attributes(node)
             more = self._pairs(attributes, (*path, "$attributes"), depth + 1) if attributes.items else NOTHING
             return {"$attributes": more} if more is not NOTHING else NOTHING
@@ -177,9 +177,9 @@ class Leftovers(BoundedWalk):
         if why := self.why_stop(node, depth):
             return self._list(path, node, why)
         self.ancestors.add(id(node))
-        made = self._container(node, path, depth + 1)
+        data = self._container(node, path, depth + 1)
         self.ancestors.discard(id(node))
-        return made
+        return data
 
     def _container(self, node: Any, path: Path, depth: int) -> Any:
         if type(node) is Dict:
@@ -212,11 +212,11 @@ class Leftovers(BoundedWalk):
         for key, node in pairs:
             # The name of a tensor shows its key exactly only if that is a string or a number that is not huge.
             bits = key.bit_length() if type(key) is int else 0
-            odd = type(key) not in KEY_TYPES or bits > _MAX_SHOWN_BITS
+            ambiguous = type(key) not in KEY_TYPES or bits > _MAX_SHOWN_BITS
             step = short_key(key)
-            self._below_odd += odd
+            self._below_ambiguous += ambiguous
             value = self._plain(node, (*path, step), depth)
-            self._below_odd -= odd
+            self._below_ambiguous -= ambiguous
             if value is NOTHING:
                 continue
             if type(key) not in KEY_TYPES or bits > _MAX_BITS:
@@ -242,8 +242,8 @@ class Leftovers(BoundedWalk):
             if data is NOTHING:
                 return NOTHING if state.items else {"$class": name}
             return {"$class": name, **data}
-        own = Dict([part for pair in state.pairs() if pair[0] not in MODULE_KEYS for part in pair])
-        data = self._pairs(own, path, depth)
+        attributes = Dict([part for pair in state.pairs() if pair[0] not in MODULE_KEYS for part in pair])
+        data = self._pairs(attributes, path, depth)
         kept: dict[str, Any] = {
             key: value
             for key, value in (data.items() if data is not NOTHING else ())
@@ -300,11 +300,11 @@ def _scalar(node: Any) -> Any:
 
 def numpy_number(node: Call) -> Any:
     """A numpy scalar as the equal Python number; ``NOTHING`` for anything else."""
-    found = array_of(node) if called(node) in NUMPY_SCALARS else None
-    form, raw = (_STRUCT_CODES.get(found.dtype.code), raw_bytes(found.data)) if found else (None, None)
-    if found is None or form is None or raw is None or len(raw) != found.dtype.itemsize:
+    scalar = array_of(node) if called(node) in NUMPY_SCALARS else None
+    form, raw = (_STRUCT_CODES.get(scalar.dtype.code), raw_bytes(scalar.data)) if scalar else (None, None)
+    if scalar is None or form is None or raw is None or len(raw) != scalar.dtype.itemsize:
         return NOTHING
-    return unpack(f"{'>' if found.dtype.big_endian else '<'}{form}", raw)[0]
+    return unpack(f"{'>' if scalar.dtype.big_endian else '<'}{form}", raw)[0]
 
 
 # -- numpy arrays as tensors that any format can store
@@ -325,15 +325,15 @@ def numeric_array(node: Call, lengths: dict[int, int]) -> Array | None:
     Also a numpy scalar that JSON cannot represent (a complex number), as an array without dimensions. ``lengths``
     caches numbers of bytes, by identity: a file can build any number of arrays from the same long string.
     """
-    found = array_of(node)
-    if found is None or found.dtype.code not in FROM_NUMPY:
+    array = array_of(node)
+    if array is None or array.dtype.code not in FROM_NUMPY:
         return None
-    if called(node) in NUMPY_SCALARS and found.dtype.code[0] != "c":
+    if called(node) in NUMPY_SCALARS and array.dtype.code[0] != "c":
         return None
-    if (identity := _identity(found.data)) not in lengths:
-        raw = raw_bytes(found.data)
+    if (identity := _identity(array.data)) not in lengths:
+        raw = raw_bytes(array.data)
         lengths[identity] = -1 if raw is None else len(raw)
-    return found if lengths[identity] == prod(found.shape) * found.dtype.itemsize else None
+    return array if lengths[identity] == prod(array.shape) * array.dtype.itemsize else None
 
 
 class _Search(BoundedWalk):
@@ -341,9 +341,9 @@ class _Search(BoundedWalk):
 
     def __init__(self, tensors: set[Path], modules: set[Path], *, into_objects: bool) -> None:
         super().__init__()
-        self.found: list[tuple[Path, Array]] = []
+        self.arrays: list[tuple[Path, Array]] = []
         self._tensors, self._modules, self._into_objects = tensors, modules, into_objects
-        self._arrays: dict[int, Array] = {}
+        self._by_call: dict[int, Array] = {}
         self._lengths: dict[int, int] = {}
 
     def visit(self, node: Any, path: Path, depth: int) -> None:
@@ -356,10 +356,10 @@ class _Search(BoundedWalk):
         if type(node) is Dict:
             pairs = node.pairs()
         elif type(node) is Call:
-            array = self._arrays.get(id(node)) or numeric_array(node, self._lengths)
+            array = self._by_call.get(id(node)) or numeric_array(node, self._lengths)
             if array is not None:
-                self._arrays[id(node)] = array  # the same object each time, so that shared arrays stay shared
-                self.found.append((path, array))
+                self._by_call[id(node)] = array  # the same object each time, so that shared arrays stay shared
+                self.arrays.append((path, array))
                 return
             name = called(node)
             if name == "collections.OrderedDict" or (name in MAPPINGS and self._into_objects):
@@ -397,7 +397,7 @@ def with_arrays(reader: ElementReader, modules: set[Path], *, into_objects: bool
     raw: dict[str, Any] = {}  # the bytes of each array, by a file name that no checkpoint has
     storages: dict[tuple[object, ...], Storage] = {}
     added: list[Tensor] = []
-    for path, array in search.found:
+    for path, array in search.arrays:
         code, big_endian, width, _, _ = array.dtype
         dtype, nbytes = FROM_NUMPY[code], prod(array.shape) * width
         # Small values may be shared by chance (pickle memoizes them). A file could build any number of large arrays.
@@ -418,6 +418,6 @@ def with_arrays(reader: ElementReader, modules: set[Path], *, into_objects: bool
     def open_file(file: str) -> Source:
         return in_memory(file) if file in raw else reader.open_file(file)
 
-    tensors, found = (*checkpoint.tensors, *added), (*checkpoint.storages, *storages.values())
-    with_added = replace(checkpoint, tensors=tensors, storages=found)
+    tensors, every_storage = (*checkpoint.tensors, *added), (*checkpoint.storages, *storages.values())
+    with_added = replace(checkpoint, tensors=tensors, storages=every_storage)
     return ElementReader(with_added, open_file, reader.files), {tensor.path for tensor in added}

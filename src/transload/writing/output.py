@@ -6,7 +6,7 @@ Three things make that safe at any moment, even if the process is killed:
 - The index of shards comes last. While shards of the same names are replaced, ``_OldShards`` keeps hard links to the
   old ones, and a temporary index refers to the links. Where hard links are impossible, the index is hidden meanwhile,
   so that it never refers to a mix of old and new shards.
-- A ``Folder`` and the directory it replaces are exchanged in one step, where the system supports that.
+- A ``AtomicFolder`` and the directory it replaces are exchanged in one step, where the system supports that.
 - The next conversion to the same place removes what killed conversions left behind: hidden files and directories are
   locked as long as their writer lives.
 """
@@ -90,7 +90,7 @@ class Bundle:
     def __init__(self, *, overwrite: bool, sources: set[tuple[int, int]] | None = None) -> None:
         self._overwrite = overwrite
         self._sources = sources or set()
-        self._files: list[AtomicFile | Folder] = []
+        self._files: list[AtomicFile | AtomicFolder] = []
         self._index = ""
         self._removed: list[str] = []
 
@@ -117,11 +117,11 @@ class Bundle:
         self._index = path if is_index else self._index
         return file
 
-    def add_folder(self, path: str) -> Folder:
+    def add_folder(self, path: str) -> AtomicFolder:
         """Start a directory."""
         for name in os.listdir(path) if os.path.isdir(path) else ():
             self._refuse_source(os.path.join(path, name), path)
-        self._files.append(folder := Folder(path, overwrite=self._overwrite))
+        self._files.append(folder := AtomicFolder(path, overwrite=self._overwrite))
         return folder
 
     def remove(self, path: str) -> None:
@@ -247,7 +247,7 @@ class _OldShards:
 # -- directories
 
 
-class Folder:
+class AtomicFolder:
     """A directory that appears when all of it is on disk. It replaces only a directory that a conversion wrote."""
 
     def __init__(self, path: str, *, overwrite: bool) -> None:

@@ -134,10 +134,10 @@ def member_name(name: str) -> str:
     >>> member_name("fc.weight"), member_name("../a"), member_name("/b"), member_name("a.npy")
     ('fc.weight', '%2E%2E/a', '%2Fb', 'a%2Enpy')
     """
-    safe = _UNSAFE.sub(lambda found: f"%{ord(found[0]):02X}", name)
+    safe = _UNSAFE.sub(lambda match: f"%{ord(match[0]):02X}", name)
     steps = ["%2E" * len(step) if step in (".", "..") else step or "%2F" for step in safe.split("/")]
-    made = "/".join(steps).replace("%2F/", "%2F")
-    return f"{made.removesuffix('.npy')}%2Enpy" if made.endswith(".npy") else made
+    member = "/".join(steps).replace("%2F/", "%2F")
+    return f"{member.removesuffix('.npy')}%2Enpy" if member.endswith(".npy") else member
 
 
 # -- the plan
@@ -208,8 +208,8 @@ class ConversionPlan:
         if key and not chosen:
             from difflib import get_close_matches
 
-            known = [candidate.key for candidate in candidates(checkpoint) if candidate.key]
-            near = get_close_matches(self.options.key, known, 3) or known[:3]
+            keys = [candidate.key for candidate in candidates(checkpoint) if candidate.key]
+            near = get_close_matches(self.options.key, keys, 3) or keys[:3]
             fix = f"There is {', '.join(near)}; --list shows all." if near else "--list shows what there is."
             what = f"there is no tensor below the key {self.options.key!r}"
             raise ConvertError(what, where=checkpoint.path, fix=fix)
@@ -325,21 +325,21 @@ class ConversionPlan:
         has_object = root is not None and not form.program and (form.flattened or not form.several)
         if has_object and distinct and not self.in_parts:
             stripped = bool(self.options.strip)
-            structure = Structure(root, start, kept, known=paths, modules=self._modules, stripped=stripped)
+            structure = Structure(root, start, kept, tensors=paths, modules=self._modules, stripped=stripped)
         if structure is not None and len(structure.placed) == len(kept):
-            made, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
+            target, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
             self.numbers = structure.numbers
             self.renamed = self.renamed if self.options.strip or self._modules else []
         else:
             self.placed = [*self.entries, *(entry for entry in selected if entry.call is not None)]
             for entry in self.placed:
                 entry.state = True
-            made = Dict([part for entry in self.placed for part in (entry.name, entry)])
+            target = Dict([part for entry in self.placed for part in (entry.name, entry)])
             self._drop_everything(selected)
         self.storages = lay_out(self.placed, self.reader)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
         expand = TargetTensor, TensorCalls(self.storages, checkpoint.storages).tensor
-        self.opening = opening_records(dumps(made, expand=expand))
+        self.opening = opening_records(dumps(target, expand=expand))
 
     def _drop_everything(self, selected: list[TargetTensor]) -> None:
         """Drop the source's object, or what is below the key; its tensors are stored by themselves."""
@@ -494,8 +494,9 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
             separated += [entry.name for entry in group]
     if separated:
         yield f"views that shared memory are separate tensors now: {join_names(separated, _SHOWN)}"
-    if odd := leftovers.odd:
-        yield f"named after the printed form of a key that is neither a string nor a number: {join_names(odd, _SHOWN)}"
+    if leftovers.ambiguous:
+        names_shown = join_names(leftovers.ambiguous, _SHOWN)
+        yield f"named after the printed form of a key that is neither a string nor a number: {names_shown}"
     if leftovers.versions:
         yield "the module versions that state_dict() records (_metadata) are not kept"
 
@@ -533,7 +534,7 @@ def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
             key = "/".join(steps[:length])
             if key in parts or len(parts) < _MAX_CANDIDATES:
                 parts.setdefault(key, []).append(tensor)
-    found: list[Candidate] = []
+    out: list[Candidate] = []
     for key, tensors in parts.items():
         if len(parts) > _MAX_LEVELS and key.rpartition("/")[2].isdecimal():
             continue  # one of many similar parts: optimizer/state/17
@@ -545,5 +546,5 @@ def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
             kind = "nested"
         elif any("." in str(tensor.path[depth]) for tensor in tensors if len(tensor.path) > depth):
             kind = "state dict"
-        found.append(Candidate(key, kind, len(tensors), sum(tensor.nbytes for tensor in tensors)))
-    return tuple(found)
+        out.append(Candidate(key, kind, len(tensors), sum(tensor.nbytes for tensor in tensors)))
+    return tuple(out)

@@ -73,8 +73,8 @@ def _is_made_of(
             parts += part
         elif type(part) is Call:
             name = called(part)
-            odd = part.states or part.appended or (part.items and name != _ORDERED_DICT)
-            if name not in calls or odd or part.kind != "reduce" or type(part.args) is not tuple:
+            changed = part.states or part.appended or (part.items and name != _ORDERED_DICT)
+            if name not in calls or changed or part.kind != "reduce" or type(part.args) is not tuple:
                 return False
             parts += (part.args, *(part.items or ()))
         elif not is_value(part):
@@ -145,16 +145,16 @@ def _nested(leaves: dict[Path, Any]) -> Any:
     branches: dict[Any, dict[Path, Any]] = {}
     for path, node in leaves.items():
         branches.setdefault(path[0], {})[path[1:]] = node
-    made = {key: _nested(inside) for key, inside in branches.items()}
-    if all(type(key) is int and key < len(made) for key in made):
-        return [made[index] for index in range(len(made))]
-    return Dict([part for pair in made.items() for part in pair])
+    children = {key: _nested(inside) for key, inside in branches.items()}
+    if all(type(key) is int and key < len(children) for key in children):
+        return [children[index] for index in range(len(children))]
+    return Dict([part for pair in children.items() for part in pair])
 
 
 class Structure(BoundedWalk):
     """The object ``root``, which is at path ``start`` of the source, as the target stores it.
 
-    ``entries`` are the tensors to keep, ``known`` the paths of all tensors, ``modules`` the paths of pickled modules.
+    ``entries`` are the tensors to keep, ``tensors`` the paths of all tensors, ``modules`` the paths of pickled modules.
     ``stripped``: the keys of tensors get the new names, without a prefix; else they stay as they are.
     ``placed`` are the entries in the order in which a reader finds them; ``dropped`` are the paths and nodes that were
     dropped, ``numbers`` the paths of numpy scalars that became Python numbers.
@@ -166,13 +166,13 @@ class Structure(BoundedWalk):
         start: Path,
         entries: Iterable[TargetTensor],
         *,
-        known: frozenset[Path],
+        tensors: frozenset[Path],
         modules: set[Path],
         stripped: bool,
     ) -> None:
         super().__init__()
         self._entries = {entry.tensor.path: entry for entry in entries}
-        self._known, self._modules, self._stripped = known, modules, stripped
+        self._tensors, self._modules, self._stripped = tensors, modules, stripped
         self.placed: list[TargetTensor] = []
         self.dropped: list[tuple[Path, Any]] = []
         self.numbers: list[str] = []
@@ -181,7 +181,7 @@ class Structure(BoundedWalk):
 
     def _keep(self, node: Any, path: Path, depth: int) -> Any:
         """A node as the target stores it, or ``NOTHING``."""
-        if path in self._known:
+        if path in self._tensors:
             attributes = tensor_attributes(node)
             if attributes.items:
                 self.dropped.append(((*path, "$attributes"), attributes))
@@ -192,14 +192,14 @@ class Structure(BoundedWalk):
             return self.placed[-1]
         if path in self._modules:
             self.dropped.append((path, node))
-            made = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
-            made.items = []
+            state_dict = Call(Global("collections", "OrderedDict", 0), (), "reduce", 0)
+            state_dict.items = []
             for inside, entry in self._entries.items():
                 if inside[: len(path)] == path:
                     name = entry.name.rpartition("/")[2] if path else entry.name
                     self.placed.append(entry)
-                    made.items += [name, entry]
-            return made
+                    state_dict.items += [name, entry]
+            return state_dict
         number = numpy_number(node) if type(node) is Call else NOTHING
         if number is not NOTHING:
             self.numbers.append("/".join(map(str, path)))
@@ -343,11 +343,11 @@ class TensorCalls:
         parameter = tensor.cls == "Parameter" and not entry.state
         grad = tensor.requires_grad and not entry.state and not parameter
         view = (entry.dtype, entry.offset, tensor.shape, entry.stride)
-        made = self.strided(key, self._storages[entry.storage].nbytes, *view, grad=grad)
+        call = self.strided(key, self._storages[entry.storage].nbytes, *view, grad=grad)
         if parameter:
             hooks = self._call("collections", "OrderedDict")
-            return self._call("torch._utils", "_rebuild_parameter", made, tensor.requires_grad, hooks)
-        return made
+            return self._call("torch._utils", "_rebuild_parameter", call, tensor.requires_grad, hooks)
+        return call
 
     def strided(
         self,
@@ -382,9 +382,9 @@ class TensorCalls:
         if type(node) is Call:
             old = called(node) == _OLD_CSR
             callee = self._global("torch._utils", "_rebuild_sparse_tensor") if old else node.callee
-            made = Call(callee, self._carry(node.args), node.kind, 0)
-            made.items = [self._carry(part) for part in node.items] if node.items else None
-            return made
+            call = Call(callee, self._carry(node.args), node.kind, 0)
+            call.items = [self._carry(part) for part in node.items] if node.items else None
+            return call
         if type(node) is not Persistent:
             return node
         pid: Any = node.id

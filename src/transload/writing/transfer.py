@@ -91,9 +91,9 @@ class ConversionJob:
             yield from chunks
             return
         for chunk in chunks:
-            made, infinite = cast(chunk, entry.tensor.dtype, entry.dtype)
+            converted, infinite = cast(chunk, entry.tensor.dtype, entry.dtype)
             entry.infinite += infinite
-            yield made
+            yield converted
         if entry.infinite and not self.allow_inf:
             values, path = f"{entry.infinite:,} of the {entry.tensor.numel:,} values", self.reader.checkpoint.path
             wider = "bfloat16 or float32" if entry.dtype == "float16" else "float64"
@@ -169,9 +169,9 @@ def write_file(descriptor: int, head: bytes, entries: Sequence[TargetTensor], jo
     finally:
         if direct:
             _set_direct(descriptor, on=False)
-    found = combined(parts)
+    sums = combined(parts)
     for index, entry in enumerate(entries):
-        entry.crc32 = found.get(index, 0)
+        entry.crc32 = sums.get(index, 0)
 
 
 class FileBuffer:
@@ -263,18 +263,18 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
     unchecked = {tensor.storage for tensor in tensors if tensor.storage}
     damaged: list[str] = []
     for entry in entries:
-        run, known, storage = entry.run, entry.crc32, reader.storage(entry.tensor)
-        if known is None or run is None or storage is None or storage.crc32 is None:
+        run, crc32, storage = entry.run, entry.crc32, reader.storage(entry.tensor)
+        if crc32 is None or run is None or storage is None or storage.crc32 is None:
             continue
         if (storage.offset, storage.nbytes) == (run.offset, run.nbytes):  # else its checksum covers other bytes
             unchecked.discard(storage.id)
-            if storage.crc32 != known:
-                damaged.append(f"checksum {known:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
-    used = [each for each in reader.checkpoint.storages if each.id in unchecked and each.crc32 is not None]
-    names = {(each.file, each.record) for each in used}
+            if storage.crc32 != crc32:
+                damaged.append(f"checksum {crc32:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
+    used = [s for s in reader.checkpoint.storages if s.id in unchecked and s.crc32 is not None]
+    names = {(storage.file, storage.record) for storage in used}
     for file, records in records_of(reader).items():
-        found = [record for record in records if (file, record.name) in names]
-        damaged += [problem.detail for problem in verify_records(reader.open_file(file), found, used)]
+        of_storages = [record for record in records if (file, record.name) in names]
+        damaged += [problem.detail for problem in verify_records(reader.open_file(file), of_storages, used)]
     if damaged:
         what = f"it has {plural(len(damaged), 'damaged record')}: {damaged[0]}"
         raise ConvertError(what, where=reader.checkpoint.path, fix="transload rescue saves what is intact.")
@@ -316,7 +316,7 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
         else:
             values = numpy.frombuffer(data, f"<f{ITEMSIZE[dtype]}")
         if wanted != "bfloat16":
-            made = values.astype(f"<f{ITEMSIZE[wanted]}").view(f"<u{ITEMSIZE[wanted]}")
+            numbers = values.astype(f"<f{ITEMSIZE[wanted]}").view(f"<u{ITEMSIZE[wanted]}")
         else:
             near = values.astype("<f4")
             bits = near.view("<u4")
@@ -327,15 +327,15 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
                 bits = bits - (inexact & (numpy.abs(back) > numpy.abs(values))).astype("<u4")
                 bits |= inexact.astype("<u4")
             # The upper half of each float32, after adding what makes the lower half round it.
-            made = ((bits + ((bits >> 16) & 1) + numpy.uint32(0x7FFF)) >> 16).astype("<u2")
-        exact = made.dtype.type  # numpy 1 would promote uint64 and Python integers to floats
+            numbers = ((bits + ((bits >> 16) & 1) + numpy.uint32(0x7FFF)) >> 16).astype("<u2")
+        exact = numbers.dtype.type  # numpy 1 would promote uint64 and Python integers to floats
         nans = numpy.isnan(values)
         if nans.any():
             negative, positive = exact(_SIGN[wanted] | _NAN[wanted]), exact(_NAN[wanted])
-            made[nans] = numpy.where(numpy.signbit(values[nans]), negative, positive)
-        infinite = made & exact(_SIGN[wanted] - 1) == _INFINITE[wanted]
+            numbers[nans] = numpy.where(numpy.signbit(values[nans]), negative, positive)
+        infinite = numbers & exact(_SIGN[wanted] - 1) == _INFINITE[wanted]
         count = int(numpy.count_nonzero(infinite & numpy.isfinite(values))) if infinite.any() else 0
-    return made.tobytes(), count
+    return numbers.tobytes(), count
 
 
 def cast_slowly(data: bytes, dtype: str, wanted: str) -> tuple[bytes, int]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.each import each
 
-from transload.verifying import FLOATING, counted
+from transload.opening.values import FLOATING, count_special
 
 DTYPES = sorted(name for name in FLOATING if hasattr(torch, name) and not name.startswith("float4"))
 
@@ -30,25 +30,25 @@ def test_counts_in_random_bytes_equal_those_of_torch(name: str, data: bytes, spe
     many_bits_set = bytes(byte | special[position % len(special)] for position, byte in enumerate(data))
     for raw in (data, many_bits_set):
         aligned = raw[: len(raw) // 16 * 16]
-        assert counted(aligned, name) == counted_by_torch(aligned, name)
+        assert count_special(aligned, name) == counted_by_torch(aligned, name)
 
 
 @each("name", [name for name in DTYPES if not getattr(torch, name).is_complex])
 def test_counts_of_special_values_equal_those_of_torch(name: str) -> None:
     numbers = torch.tensor([0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e-45] * 7)
     data = bytes(numbers.to(getattr(torch, name)).view(torch.uint8).numpy())
-    assert counted(data, name) == counted_by_torch(data, name)
+    assert count_special(data, name) == counted_by_torch(data, name)
 
 
 def test_nan_with_only_the_last_fraction_bit_is_counted() -> None:
-    assert counted(struct.pack("<2I", 0x7F800001, 0xFF800000), "float32") == (1, 1)
-    assert counted(struct.pack("<2Q", 0x7FF0000000000001, 0xFFF0000000000000), "float64") == (1, 1)
-    assert counted(struct.pack("<2H", 0x7C01, 0xFC00), "float16") == (1, 1)
+    assert count_special(struct.pack("<2I", 0x7F800001, 0xFF800000), "float32") == (1, 1)
+    assert count_special(struct.pack("<2Q", 0x7FF0000000000001, 0xFFF0000000000000), "float64") == (1, 1)
+    assert count_special(struct.pack("<2H", 0x7C01, 0xFC00), "float16") == (1, 1)
 
 
 def test_float4_has_no_nan_or_infinity() -> None:
-    assert counted(b"\xff" * 64, "float4_e2m1fn_x2") == (0, 0)
+    assert count_special(b"\xff" * 64, "float4_e2m1fn_x2") == (0, 0)
 
 
 def test_empty_data_has_no_nan_or_infinity() -> None:
-    assert counted(b"", "float32") == (0, 0)
+    assert count_special(b"", "float32") == (0, 0)
