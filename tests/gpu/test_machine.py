@@ -114,7 +114,7 @@ ERRORS: dict[str, Callable[[], str]] = {
     "device-ordinal": lambda: error_text(lambda: torch.zeros(1, device="cuda:99")),
     "gpu-memory-full": lambda: error_text(lambda: torch.empty(1 << 46, dtype=torch.uint8, device="cuda")),
     "device-index": lambda: error_text(lambda: torch.load(io.BytesIO(saved(torch.ones(1), tag="cuda:77")))),
-    "kernel-died": lambda: python("-c", KERNEL_ASSERT).stderr,
+    "index-out-of-range": lambda: python("-c", KERNEL_ASSERT).stderr,
     "forked-cuda": lambda: python("-c", CUDA_AFTER_FORK).stderr,
 }
 
