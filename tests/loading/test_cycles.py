@@ -97,7 +97,7 @@ def test_tensor_whose_attribute_leads_back_to_it(case: str, tmp_path: Path) -> N
         checkpoint = transload.inspect(path)
         assert (checkpoint.problems, len(checkpoint.tensors)) == ((), tensors)
         assert is_cyclic(transload.load(path, weights_only=False))
-        if case != "module":
+        if case != "module" and hasattr(torch.serialization, "safe_globals"):  # from torch 2.5 on
             with torch.serialization.safe_globals([Holder, Slotted, Subclass]):
                 assert is_cyclic(transload.load(path))
         with transload.open(path) as opened:

@@ -19,6 +19,7 @@ from tests import forge, makers
 from tests.each import each, for_each, parametrize_groups
 from tests.loading.equal import assert_same
 from tests.loading.zoo import DATA_TORCH_REFUSES, FORMS, IGNORED_WARNINGS, ZOO, Specimen, registered_as_safe, saved
+from tests.release import RELEASE
 
 from transload.errors import CannotReadError, LandingWarning, NoDeviceError, UnsafeError, UsageError
 from transload.loading import load
@@ -272,6 +273,8 @@ _KINDS: list[Callable[[Path], Any]] = [
 
 @each("name", STREAMS)
 def test_stream_is_read_as_torch_reads_it(name: str, tmp_path: Path) -> None:
+    if name.startswith("zip after") and RELEASE < (2, 6):
+        pytest.skip("this torch finds no archive in the middle of a file object")
     data, start = STREAMS[name]
     path = tmp_path / "stream"
     path.write_bytes(data)
