@@ -228,8 +228,8 @@ def run_opcode(vm: PickleMachine, op: int) -> None:
     elif op == 0x69:  # INST
         module, name = vm.line().decode("ascii"), vm.line().decode("ascii")
         callee = vm.find(module, name)  # the Python unpickler imports it before it looks for the MARK
-        arguments = tuple(vm.pop_mark())
-        vm.stack.append(vm.call(callee, arguments, "inst"))
+        call = vm.call(callee, tuple(vm.pop_mark()), "inst")
+        vm.stack.append(call)
     elif op == 0x6F:  # OBJ
         stack.append(vm.call(items[0], tuple(items[1:]), "obj"))
     elif op == 0x92:  # NEWOBJ_EX

@@ -316,12 +316,12 @@ def needed_by(storage: Storage) -> str:
 
 
 def stray_records(
-    archive: Archive, storages: Iterable[Storage], known: Iterable[str] = ()
+    archive: Archive, storages: Iterable[Storage], expected: Iterable[str]
 ) -> tuple[list[Problem], list[Pickle]]:
     """The problems and pickles of records that ``torch.load`` does not read: unused storages, and foreign records."""
-    used = {storage.record for storage in storages} | {*known, *_TEXT_RECORDS}
-    left_over = [name for name in archive.records if name not in used and not name.endswith("/")]
-    strays = [archive.records[name] for name in left_over if name.lower() != "data.pkl"]
+    used = {storage.record for storage in storages} | {*expected, *_TEXT_RECORDS}
+    names = (name for name in archive.records if name not in used and not name.endswith("/"))
+    strays = [archive.records[name] for name in names if name.lower() != "data.pkl"]
     foreign = [record for record in strays if not record.name.startswith(("data/", "tensors/"))]
     # Other loaders may read those that are pickles.
     out = Problems()

@@ -62,12 +62,9 @@ def _of_library(path: str) -> Crc32:
 
     library, name = CDLL(path), path.rpartition("/")[2].partition(".")[0]
     value_first = name == "libdeflate"  # the CRC so far
-    if value_first:
-        function = library.libdeflate_crc32
-    else:
-        function = library.lzma_crc32
-        if library.lzma_version_number() < _LEAST_LZMA:
-            raise ImportError(path)
+    if not value_first and library.lzma_version_number() < _LEAST_LZMA:
+        raise ImportError(path)
+    function = library.libdeflate_crc32 if value_first else library.lzma_crc32
     data_and_size = (c_void_p, c_size_t)
     function.argtypes = (c_uint32, *data_and_size) if value_first else (*data_and_size, c_uint32)
     function.restype = c_uint32

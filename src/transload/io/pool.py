@@ -61,12 +61,15 @@ class ThreadPool:
         self._wakeups: SimpleQueue[None] = SimpleQueue()
 
     def run(
-        self, works: Sequence[Callable[[], None]], own: Callable[[], None], unblock: Callable[[], None] = lambda: None
+        self,
+        works: Sequence[Callable[[], None]],
+        here: Callable[[], None],
+        unblock: Callable[[], None] = lambda: None,
     ) -> None:
-        """Do each of ``works`` in a thread and ``own`` in this one; return, or raise the first error, when all ended.
+        """Do each of ``works`` in a thread and ``here`` in this one; return, or raise the first error, when all ended.
 
         If the system allows fewer threads, only the first of ``works`` are done: ``started`` says how many. When
-        ``own`` has returned or raised, ``unblock`` is called until no thread waits for anything any more.
+        ``here`` has returned or raised, ``unblock`` is called until no thread waits for anything any more.
         """
         threads = [Thread(target=self._work, args=(work,), daemon=True) for work in works]
         try:
@@ -74,7 +77,7 @@ class ThreadPool:
                 for thread in threads:
                     thread.start()
                     self.started += 1
-            own()
+            here()
         except BaseException as error:  # noqa: BLE001 - raised again when the threads have ended
             self._errors.append(error)
         # The caller may free what the threads use, so wait for them even if Ctrl-C is pressed again.

@@ -90,9 +90,9 @@ class Program(Draft):
         problems = [p for p in tree.problems if p.code != "storage-conflict" or p.where not in guessed]
         self.add_tree(tree.tensors, storages, tree.leaves, problems)
 
-    def note_strays(self, known: Iterable[str]) -> None:
-        """Note records that are neither ``known`` nor storages; keep those that are pickles."""
-        strays, pickles = stray_records(self.archive, self.storages, known)
+    def note_strays(self, expected: Iterable[str]) -> None:
+        """Note records that are neither ``expected`` nor storages; keep those that are pickles."""
+        strays, pickles = stray_records(self.archive, self.storages, expected)
         self.problems += strays
         self.pickles += pickles
 
