@@ -15,6 +15,7 @@ from tests.each import for_each
 from tests.schema import validate
 
 from transload.cli.main import main
+from transload.judge.problems import rules
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Imported, Transload
@@ -123,6 +124,7 @@ CODES = {
     "U04": "U04",
     "u04": "U04",
     "[kernel-died]": "kernel-died",
+    **{f"[{code}]": code for code in rules()},  # as inspect prints it
 }
 
 
@@ -134,6 +136,8 @@ def test_argument_of_one_word_is_a_code_unless_it_is_a_file(
         document = json.loads(capsys.readouterr().out)
         assert [answer["code"] for answer in document["answers"]] == [CODES[word]]
         validate(document, SCHEMA)
+        if CODES[word] in rules():
+            assert document["answers"][0]["doc"] == f"docs/findings.md#{CODES[word]}"
 
     for_each(CODES, check)
     monkeypatch.chdir(tmp_path)

@@ -293,7 +293,7 @@ def test_every_section_of_a_page_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
         used.append(name)
         return variant(name)
 
-    monkeypatch.setattr("transload.explaining.variant", recorded)
+    monkeypatch.setattr("transload.explaining.matching.variant", recorded)
     for name, text in SECTIONS.items():
         used.clear()
         (answer,) = transload.explain(text, checks=False).answers

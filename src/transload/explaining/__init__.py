@@ -85,7 +85,11 @@ class Answer(Plain):
     @property
     def doc(self) -> str:
         """Where the documentation explains it."""
-        return f"docs/doctor/{self.code}.md" if self.code.isupper() else f"docs/errors.md#{self.code}"
+        from transload.judge.problems import rules
+
+        if self.code.isupper():
+            return f"docs/doctor/{self.code}.md"
+        return f"docs/{'findings' if self.code in rules() else 'errors'}.md#{self.code}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

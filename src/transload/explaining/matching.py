@@ -457,12 +457,12 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
 
 
 def named(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[ErrorMatch]:
-    """The error that a text of one word names: a cause of the doctor, a result of CUDA, a class, or a code of ours."""
+    """The error that a text of one word names: a code of ours, of the doctor or of a finding, a result, or a class."""
     words = [word for text in loose for word in text.flat.split()]
     if any(chains) or len(words) != 1:
         return []
     word = words[0].strip("[]'\"`.,:;()")
-    error = _of_the_doctor(word.upper()) or _result_of_cuda(word)
+    error = _of_the_doctor(word.upper()) or _of_a_finding(word) or _result_of_cuda(word)
     for page in _pages() if error is None and word else ():
         if word in page.text:
             candidate = _parsed(page.text)
@@ -480,9 +480,21 @@ def _of_the_doctor(code: str) -> KnownError | None:
 
     if code not in BY_CODE:
         return None
-    steps = (fix(code), f"More about it: transload doctor --explain {code}.")
-    cause, *escaped = (text.replace("{", "{{").replace("}", "}}") for text in (title(code), *steps))
-    return KnownError(code, cause=cause, fix=tuple(escaped), needs=("machine",), doctor=(code,))
+    more = f"More about it: transload doctor --explain {code}."
+    return _without_blanks(code, title(code), fix(code), more)._replace(needs=("machine",), doctor=(code,))
+
+
+def _of_a_finding(code: str) -> KnownError | None:
+    from transload.judge.problems import rules
+
+    rule = rules().get(code)
+    return _without_blanks(code, rule.title, *rule.fix, f"More about it: docs/findings.md#{code}") if rule else None
+
+
+def _without_blanks(code: str, *texts: str) -> KnownError:
+    """A known error with this cause and fix, whose braces are not blanks."""
+    cause, *fix = (text.replace("{", "{{").replace("}", "}}") for text in texts)
+    return KnownError(code, cause=cause, fix=tuple(fix))
 
 
 def _result_of_cuda(word: str) -> KnownError | None:
