@@ -6,6 +6,7 @@ dtypes, shapes and byte ranges are the same here; if it refuses a file, that is 
 
 from __future__ import annotations
 
+from collections.abc import Container
 from operator import attrgetter
 from typing import Any
 
@@ -118,6 +119,16 @@ def header_metadata(source: Source) -> dict[str, str]:
     length = int.from_bytes(source.read(0, PREFIX), "little")
     metadata = _parse(source.read(PREFIX, min(length, MAX_HEADER)), LimitedProblems()).get("__metadata__")
     return {key: value for key, value in metadata.items() if type(value) is str} if isinstance(metadata, dict) else {}
+
+
+def aliases_in(metadata: dict[str, str], names: Container[str]) -> dict[str, str]:
+    """Further names of tied tensors, with those they are stored under, as ``safetensors.torch.save_model`` writes them.
+
+    >>> aliases_in({"format": "pt", "lm_head.weight": "embed.weight"}, {"embed.weight"})
+    {'lm_head.weight': 'embed.weight'}
+    """
+    pairs = metadata.items()
+    return {alias: name for alias, name in pairs if name in names and alias not in names and alias != "format"}
 
 
 def _parse(header: bytes, noted: LimitedProblems) -> dict[str, object]:

@@ -29,7 +29,6 @@ from transload.errors import (
 )
 from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
-from transload.formats.safetensors import header_metadata
 from transload.geometry import Box, View, boxes, contiguous
 from transload.io.memory import memory_at
 from transload.io.sources import SourceLike
@@ -127,9 +126,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
         opened, checkpoint = self._opened, self.checkpoint
         opened.check_open()
         out: dict[str, Any] = header_values(opened.file()) if checkpoint.traits.metadata == "values" else {}
-        for file in opened.files:  # all shards together
-            if file.checkpoint.traits.metadata == "text":
-                out |= header_metadata(opened.file(file.name))
+        out |= opened.elements.header_metadata()
         for leaf in checkpoint.leaves:
             if leaf.name in out:
                 continue

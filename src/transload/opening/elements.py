@@ -69,6 +69,13 @@ class ElementReader:
         self._records: dict[str, dict[str, Record]] = {}
         self._last = "", _NOTHING
 
+    def header_metadata(self) -> dict[str, str]:
+        """The metadata of all files whose header has texts besides tensors; each shard may have that of all shards."""
+        from transload.formats.safetensors import header_metadata
+
+        texts = [file for file, part in self.files if part.traits.metadata == "text"]
+        return {key: text for file in texts for key, text in header_metadata(self.open_file(file)).items()}
+
     def storage(self, tensor: Tensor) -> Storage | None:
         """The storage of a tensor."""
         return self._storages.get(tensor.storage or "")

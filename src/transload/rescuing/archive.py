@@ -221,7 +221,7 @@ def with_records(
     return recovered._replace(
         source=archive,
         records=tuple(records),
-        lost_ranges=tuple(LostRange(at + start, at + end, why) for at, each in placed for start, end, why in each.lost),
+        lost_ranges=tuple(LostRange(at + lost.start, at + lost.end, lost.why) for at, r in placed for lost in r.lost),
         repaired_at=tuple(at + byte for at, record in placed for byte in record.repaired_at),
     )
 
@@ -267,10 +267,10 @@ def recover_archive(source: Source) -> Recovered | None:
             after = [SourceRange(source, since, start - since)]
     for index, record in enumerate(records):
         right = _BYTE_ORDERS.get(record.stored, b"") if record.name.endswith(b"/byteorder") else b""
-        if right and any(each.name == "byteorder" for each in lost):
+        if right and any(name == "byteorder" for name, _ in lost):
             new = record._replace(content=(literal(right),), crc32=crc32(right), size=len(right))
             records[index] = new._replace(method=0, added=True, lost=())
-            lost = [each for each in lost if each.name != "byteorder"]
+            lost = [damage for damage in lost if damage.name != "byteorder"]
     records = _with_version(records, notes)
     lost += [LostRecord(name_below_root(entry.name), "it is not in the file") for entry in scan.missing]
     # Compare the new archive with the damaged file.
@@ -318,7 +318,7 @@ def _check(source: Source, scan: Scan) -> list[tuple[FoundRecord, Verdict]]:
     for (name, record), claim, first in zip(named.items(), claims, check_records(source, claims), strict=True):
         verdict = first
         if verdict.state == "damaged" and claim.method:  # perhaps another of its stated sizes is right
-            for size in {each.size for each in (record.entry, record.descriptor) if each is not None} - {claim.size}:
+            for size in {header.size for header in (record.entry, record.descriptor) if header} - {claim.size}:
                 other = claim._replace(size=min(size, MAX_RATIO * record.stored + 64))
                 (again,) = check_records(source, [other])
                 if again.state == "whole":
@@ -358,7 +358,7 @@ def _checksums(record: FoundRecord) -> tuple[int, ...]:
     record, and the directory counts. An index that was being edited may look the same, so all its copies count.
     """
     entry, descriptor, local = record.entry, record.descriptor, record.local
-    copies = [each.crc32 for each in (entry, descriptor) if each is not None]
+    copies = [header.crc32 for header in (entry, descriptor) if header is not None]
     if local is not None and local.crc32 and not local.flags & HAS_DESCRIPTOR:
         copies.append(local.crc32)
     if entry is None or descriptor is None or entry.name.endswith(b".pkl") or not entry.crc32:
@@ -371,7 +371,8 @@ def _checksums(record: FoundRecord) -> tuple[int, ...]:
 
 def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
     """What the headers say about the bytes of a record; without ``summed`` its checksums are ignored."""
-    sizes = [each.size for each in (record.entry, record.descriptor, record.local) if each is not None and each.size]
+    headers = (record.entry, record.descriptor, record.local)
+    sizes = [header.size for header in headers if header is not None and header.size]
     size = record.stored
     if record.method:
         size = min(Counter(sizes).most_common(1)[0][0] if sizes else 0, MAX_RATIO * record.stored + 64)
@@ -460,8 +461,8 @@ def _rebuild(
     lost: list[LostRecord] = []
     time = date = 0
     if by_torch:
-        headers = [each for record in scan.records for each in (record.local, record.entry) if each]
-        time, date = Counter((each.time, each.date) for each in headers).most_common(1)[0][0]
+        headers = [header for record in scan.records for header in (record.local, record.entry) if header]
+        time, date = Counter((header.time, header.date) for header in headers).most_common(1)[0][0]
     root = Counter(record.name.partition(b"/")[0] for record, _ in checked).most_common(1)[0][0]
     reached = order = 0
     for record, verdict in checked:

@@ -175,7 +175,7 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
         data = dumps(root)
     except CannotPickleGraphError:
         return recovered
-    records = [_with_content(each, data) if each is index else _realigned(each) for each in recovered.records]
+    records = [_with_content(record, data) if record is index else _realigned(record) for record in recovered.records]
     names = {tensor.name for tensor in tree.tensors}
     ends = {name.rpartition("/")[2] for name in names}
     gone = [name for name in dict.fromkeys(broken) if name not in ends]

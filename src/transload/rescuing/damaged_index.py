@@ -204,7 +204,7 @@ class _StackSnapshot:
     def __init__(self, vm: PickleMachine) -> None:
         self._frames = [(frame, len(frame), frame[-_KEPT:]) for frame in (*vm.meta, vm.stack)]
         holders = [frame[-1] for frame, length, _ in self._frames if length]
-        self._holders = [(each, len(each.items or ())) for each in holders if type(each) in (Dict, Call)]
+        self._holders = [(holder, len(holder.items or ())) for holder in holders if type(holder) in (Dict, Call)]
 
     def restore(self, vm: PickleMachine) -> None:
         """Restore the stack; a failed part changes no more than its ``_KEPT`` topmost values."""
@@ -286,7 +286,7 @@ def _repair_names(vm: PickleMachine) -> None:
     for node in every.values():
         if node.full_name in REBUILDS or node.name in STORAGES:
             continue
-        near = [each for each in _KNOWN if _is_near(node.full_name, ".".join(each))]
+        near = [name for name in _KNOWN if _is_near(node.full_name, ".".join(name))]
         if len(near) == 1:
             node.module, node.name = near[0]
             node.full_name = ".".join(near[0])

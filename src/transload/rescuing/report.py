@@ -136,13 +136,13 @@ def report(rescue: Rescue) -> Iterator[Block]:
     if rescue.lost:
         yield row("lost", _counted(rescue.lost), "bad")
         lost = [
-            (printable(each.name) or '""', size(each.nbytes) if each.nbytes else "", each.why)
-            for each in rescue.lost[:_ROWS]
+            (printable(tensor.name) or '""', size(tensor.nbytes) if tensor.nbytes else "", tensor.why)
+            for tensor in rescue.lost[:_ROWS]
         ]
         yield Table(lost, right=(1,), dim=(1, 2), shrinks=(0, 2), drops=(1,), indent=14)
         yield from _more(len(rescue.lost), "tensors")
-    for each in rescue.records[:_ROWS]:
-        yield row("lost", f"{printable(each.name)}: {printable(each.why, None)}", "bad")
+    for record in rescue.records[:_ROWS]:
+        yield row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")
     yield from _more(len(rescue.records), "records")
     words = _HOW[rescue.how].format(fill=rescue.fill)
     if rescue.how == "nothing":

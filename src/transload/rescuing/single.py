@@ -151,7 +151,7 @@ def _nothing_to_rescue(checkpoint: Checkpoint, where: str, lost: Sequence[LostRe
     problem = next((problem for problem in checkpoint.problems if problem.code == "not-a-checkpoint"), None)
     if problem is not None and problem.title and all(record.name != INDEX for record in lost):
         what = f"the file is not a checkpoint: it is {problem.title.removesuffix(', not a checkpoint')}"
-    return RescueError(what, where=where, fix=next((fix for each in checkpoint.problems for fix in each.fix), ""))
+    return RescueError(what, where=where, fix=next((fix for problem in checkpoint.problems for fix in problem.fix), ""))
 
 
 def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRecord, ...]:

@@ -313,7 +313,7 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
     plain = container == "bare"
     offset, size = 0 if plain else sum(pickle.end for pickle in checkpoint.pickles[:3]), main.end
     if container == "zip":
-        record = {each.name.lower(): each for each in reversed(checkpoint.records)}["data.pkl"]
+        record = {record.name.lower(): record for record in reversed(checkpoint.records)}["data.pkl"]
         offset, size = record.offset or 0, record.size
     data = source.read(offset, size)
     edits = edits_inside(main, data, wanted.new) if plain else tag_edits(main, data, wanted.new)
@@ -331,7 +331,7 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
                 spans.append([at, end])
         runs = [Change(offset + at, data[at:end], new[at:end]) for at, end in spans]
         if record is not None and record.crc32 is not None:  # else the archive has zeros instead of checksums
-            before, after = (crc32(each).to_bytes(4, "little") for each in (data, new))
+            before, after = (crc32(content).to_bytes(4, "little") for content in (data, new))
             runs += [Change(at, before, after) for at in _find_record(source, record)[0]]
         changes = Changes(tuple(sorted(run for run in runs if run.old != run.new)), source.size, source.size)
     elif record is not None:  # append a new version of the record, and the central directory after it
@@ -353,7 +353,7 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
         raise RetagError(what, where=source.name, fix="Write a copy: -o COPY (out= in Python).")
     # Tensors and values follow from the pickle and the storages, so comparing these two is enough.
     again = read_source(changes.made(source), tree=bool(checkpoint.problems))
-    pickle = next((each for each in again.pickles if each.main), None)
+    pickle = next((pickle for pickle in again.pickles if pickle.main), None)
     # Outside an archive, storages move if something before them grows.
     moving = changes.runs if record is None else ()
     begins, shifts = [run.offset for run in moving], [0, *accumulate(len(run.new) - len(run.old) for run in moving)]

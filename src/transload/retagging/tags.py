@@ -341,10 +341,10 @@ def _choice(lengths: tuple[tuple[int, ...], ...], room: int) -> tuple[int, ...] 
     ((0, 0, 2), None)
     """
     reach: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
-    for each in lengths:
+    for choices in lengths:
         further: dict[int, tuple[int, tuple[int, ...]]] = {}
         for total, (changed, chosen) in reach.items():
-            for index, length in enumerate(each):
+            for index, length in enumerate(choices):
                 now = changed + (index > 0), (*chosen, index)
                 if total + length <= room and now < further.get(total + length, (len(lengths) + 1, ())):
                     further[total + length] = now
@@ -379,7 +379,7 @@ def same_but_tags(old: Pickle, new: Pickle, renamed: Renamed) -> bool:
 
     Everything an unpickler would do is compared, in order, including which objects are shared.
     """
-    before, after = ((*_PLAIN_FIELDS(each), {*each.rare} - _LENGTH_FORMS, list(each.globals)) for each in (old, new))
+    before, after = ((*_PLAIN_FIELDS(p), {*p.rare} - _LENGTH_FORMS, list(p.globals)) for p in (old, new))
     if before != after or len(old.irregular) != len(new.irregular):
         return False
     twins: dict[int, int] = {}  # the id of each node of old, and of the same node in new

@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from transload.errors import UsageError
 from transload.formats.record_checksums import new_problems
-from transload.formats.safetensors import header_metadata
+from transload.formats.safetensors import aliases_in
 from transload.io import pool
 from transload.io.sources import Progress, SourceLike
 from transload.judge import integrity_of, judge
 from transload.judge.problems import rule_of
 from transload.opening import OpenCheckpoint
 from transload.opening.damage import damages, misplaced, records_of, sum_records
-from transload.opening.digests import TensorSum, TensorSums, compare, hash_of_all
+from transload.opening.digests import TensorSums, compare, hash_of_all
 from transload.opening.elements import ElementReader
 from transload.verifying.manifests import Manifest, read_manifest, refuse_target, write_manifest
 from transload.verifying.report import Verification, report, several, written
@@ -99,15 +99,9 @@ def _verified(reader: ElementReader, progress: Progress, *, hashes: bool, values
     judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
     broken = {name: ("broken", why) for name, why in misplaced(reader).items()}
     damaged = damages(reader, records, bad, {**broken, **sums.failed})
-    # {"lm_head.weight": "embed.weight"} in the metadata of a safetensors file makes the first name an alias of the
-    # second: safetensors.torch.save_model writes it, load_model reads it. Each shard may list those of all shards.
-    by_name, aliases = {entry.name: entry for entry in sums.entries}, dict[str, TensorSum]()
-    for file, part in reader.files if hashes else ():
-        if part.traits.metadata == "text":
-            for alias, name in header_metadata(reader.open_file(file)).items():
-                if name in by_name and alias not in by_name and alias != "format":
-                    aliases[alias] = by_name[name]._replace(name=alias)
-    entries = (*sums.entries, *aliases.values())
+    by_name = {entry.name: entry for entry in sums.entries}
+    aliases = aliases_in(reader.header_metadata(), by_name) if hashes else {}
+    entries = (*sums.entries, *(by_name[name]._replace(name=alias) for alias, name in aliases.items()))
     # A tensor that claims more bytes than the file has is not hashed; then there is no hash of all tensors.
     complete = all(entry.sha256 or entry.nbytes == 0 for entry in sums.entries) and not sums.failed
     hashed = hashes and complete and judged.integrity != "not-a-checkpoint"

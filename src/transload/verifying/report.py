@@ -59,12 +59,12 @@ class Verification(Frozen, Reported):
             "schema": 1,
             **{name: getattr(self, name) for name in names},
             "seconds": round(self.seconds, 6),
-            "damaged": [each.to_dict() for each in self.damaged],
+            "damaged": [damage.to_dict() for damage in self.damaged],
             "findings": [finding.to_dict() for finding in self.findings],
             "sha256": self.sha256 or None,
             "tensors": [tensor.to_dict() for tensor in self.tensors],
             "manifest": self.manifest or None,
-            "differences": [each.to_dict() for each in self.differences],
+            "differences": [difference.to_dict() for difference in self.differences],
         }
 
     def __str__(self) -> str:

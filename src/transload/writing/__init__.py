@@ -170,7 +170,7 @@ class Conversion(Frozen, Reported):
     @property
     def complete(self) -> bool:
         """Whether every requested tensor is in the target."""
-        return not any(each.lost for each in self.left)
+        return not any(omission.lost for omission in self.left)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -182,9 +182,9 @@ class Conversion(Frozen, Reported):
             "seconds": round(self.seconds, 3),
             "aliases": dict(self.aliases),
             "renamed": [{"old": old, "new": new} for old, new in self.renamed],
-            "left": [each._asdict() for each in self.left],
+            "left": [omission._asdict() for omission in self.left],
             "leftovers": self.leftovers or None,
-            "listed": [{"name": each.name, "what": each.why} for each in self.listed],
+            "listed": [{"name": omission.name, "what": omission.why} for omission in self.listed],
             "notes": list(self.notes),
         }
 
@@ -221,8 +221,8 @@ def report(conversion: Conversion) -> Iterator[Block]:
         yield row("renamed", join_names(renamed, _SHOWN, 1000), "trust")
     if conversion.others:
         yield row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
-    yield from _omissions("lost", [each for each in conversion.left if each.lost], "bad")
-    yield from _omissions("left out", [each for each in conversion.left if not each.lost], "")
+    yield from _omissions("lost", [omission for omission in conversion.left if omission.lost], "bad")
+    yield from _omissions("left out", [omission for omission in conversion.left if not omission.lost], "")
     if conversion.leftovers:
         yield row("leftovers", f"everything else, as plain data: {printable(conversion.leftovers, None)}")
     yield from _omissions("not kept", conversion.listed, "bad", "; --json names them")

@@ -201,9 +201,9 @@ class Leftovers(BoundedWalk):
         if type(members) not in (list, tuple):
             return self._list(path, node)
         values = [self._plain(value, (*path, index), depth) for index, value in enumerate(members)]
-        if values and all(each is NOTHING for each in values):
+        if values and all(value is NOTHING for value in values):
             return NOTHING
-        return [None if each is NOTHING else each for each in values]
+        return [None if value is NOTHING else value for value in values]
 
     def _pairs(self, items: Dict, path: Path, depth: int) -> Any:
         """A dictionary without its tensors, or ``NOTHING`` if it has nothing else."""

@@ -20,14 +20,14 @@ from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
 from transload.formats.graph import node_at
 from transload.formats.pickle_writer import dumps
-from transload.formats.safetensors import header_metadata
+from transload.formats.safetensors import aliases_in
 from transload.formats.zip_writer import opening_records
 from transload.nodes import Dict
 from transload.opening.elements import Allowance, ElementReader, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of, unflattened
-from transload.writing.transfer import FLOATING, ConversionJob, TargetTensor, cast_dtype
+from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, cast_dtype
 
 # -- options
 
@@ -89,8 +89,8 @@ def dtype_of(dtype: object) -> str:
     """
     name = "" if dtype is None else str(dtype).removeprefix("torch.").lower()
     name = _SHORT.get(name, name)
-    if name and name not in FLOATING:
-        raise UsageError(f"cannot convert to {dtype!r}", fix=f"Choose one of {', '.join(FLOATING)}.")
+    if name and name not in CASTABLE:
+        raise UsageError(f"cannot convert to {dtype!r}", fix=f"Choose one of {', '.join(CASTABLE)}.")
     return name
 
 
@@ -204,7 +204,8 @@ class ConversionPlan:
         """The requested tensors, named as in a ``state_dict()``."""
         checkpoint, strip = self.checkpoint, self.options.strip
         key = _dotted(self.options.key)
-        chosen = [each for each in checkpoint.tensors if not key or f"{_dotted(each.name)}.".startswith(f"{key}.")]
+        below = f"{key}." if key else ""
+        chosen = [tensor for tensor in checkpoint.tensors if f"{_dotted(tensor.name)}.".startswith(below)]
         if key and not chosen:
             from difflib import get_close_matches
 
@@ -213,8 +214,8 @@ class ConversionPlan:
             fix = f"There is {', '.join(near)}; --list shows all." if near else "--list shows what there is."
             what = f"there is no tensor below the key {self.options.key!r}"
             raise ConvertError(what, where=checkpoint.path, fix=fix)
-        self.others = sum(each.path not in self.arrays for each in checkpoint.tensors)
-        self.others -= sum(each.path not in self.arrays for each in chosen)
+        self.others = sum(tensor.path not in self.arrays for tensor in checkpoint.tensors)
+        self.others -= sum(tensor.path not in self.arrays for tensor in chosen)
         self.omitted += [
             Omission(problem.where or "…", f"not all of it was searched: {problem.detail}", lost=True)
             for problem in checkpoint.problems
@@ -425,17 +426,11 @@ def _module_paths(tensors: Iterable[Tensor]) -> set[Path]:
 
 
 def _with_aliases(reader: ElementReader) -> tuple[ElementReader, dict[str, str]]:
-    """The source with tied tensors under every name, and the rest of its metadata.
-
-    A safetensors file stores every tensor once; ``save_model`` records further names in the metadata.
-    """
+    """The source with tied tensors under every name, and the rest of its metadata."""
     checkpoint = reader.checkpoint
-    metadata: dict[str, str] = {}
-    for file, part in reader.files:
-        if part.traits.metadata == "text":
-            metadata.update(header_metadata(reader.open_file(file)))
+    metadata = reader.header_metadata()
     by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
-    names = {a: b for a, b in metadata.items() if b in by_name and a not in by_name and a != "format"}
+    names = aliases_in(metadata, by_name)
     tied = [by_name[kept]._replace(name=name, path=(name,)) for name, kept in names.items()]
     others = {key: value for key, value in metadata.items() if key not in names and key != "format"}
     checkpoint = replace(checkpoint, tensors=(*checkpoint.tensors, *tied))
@@ -475,18 +470,18 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     if plan.numbers:
         yield f"numpy numbers in the source, now Python numbers: {join_names(plan.numbers, _SHOWN)}"
     yield from _first(plan.in_parts, "{} is split into its component tensors")
-    kept = [f"{each.name} keeps its dtype: it is {each.tensor.kind}" for each in plan.carried if each.is_cast]
+    kept = [f"{entry.name} keeps its dtype: it is {entry.tensor.kind}" for entry in plan.carried if entry.is_cast]
     yield from _first(kept, "{}")
     dtypes = Counter(entry.dtype for entry in plan.entries)
     for dtype, count in sorted(dtypes.items()) if plan.options.dtype else ():
-        if dtype.startswith("float") and dtype not in FLOATING:
+        if dtype.startswith("float") and dtype not in CASTABLE:
             yield f"--dtype does not apply to {dtype} (tensors: {count:,})"
     opaque = sorted(dtype for dtype in dtypes if dtype not in NUMPY)
     if plan.format == "npz" and opaque:
         hint = "; --dtype float32 converts bfloat16" if "bfloat16" in opaque else ""
         none = f"has no {opaque[0]}" if len(opaque) == 1 else f"has none of {', '.join(opaque)}"
         yield f"numpy {none}: stored as raw bytes{hint}"
-    stored = (each for each in plan.entries if each.tensor.kind == "strided" and each.tensor.storage is not None)
+    stored = (entry for entry in plan.entries if entry.tensor.kind == "strided" and entry.tensor.storage is not None)
     separated: list[str] = []
     for group in overlapping(entry for entry in stored if entry.nbytes):
         # Only in a torch zip can several tensors be in one storage.

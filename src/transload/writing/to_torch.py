@@ -108,7 +108,7 @@ def unflattened(checkpoint: Checkpoint) -> tuple[Checkpoint, Any]:
     planned = state.get("planner_data") if type(state) is Dict else None
     pairs: list[Any] = planned.pairs() if type(planned) is Dict else []
     paths: dict[Any, Path] = {name: path for name, path in pairs if _joins_to(name, path)}
-    taken = {paths.get(each.path[0], each.path) for each in checkpoint.pickles if each.path}
+    taken = {paths.get(pickle.path[0], pickle.path) for pickle in checkpoint.pickles if pickle.path}
     if any(path[:length] in taken for path in taken for length in range(1, len(path))):
         paths = {}  # something would be inside a value
 
@@ -118,7 +118,7 @@ def unflattened(checkpoint: Checkpoint) -> tuple[Checkpoint, Any]:
     pickles = tuple(map(copy, checkpoint.pickles))
     for pickle in pickles:
         pickle.path = moved(pickle.path)
-    roots = {each.path: each.root for each in pickles if each.main and each.path and not each.broken}
+    roots = {pickle.path: pickle.root for pickle in pickles if pickle.main and pickle.path and not pickle.broken}
     ordered = {path: roots[path] for path in (*paths.values(), *roots) if path in roots}
     tensors = []
     for tensor in checkpoint.tensors:

@@ -292,12 +292,12 @@ _INFINITE = {dtype: (1 << _EXPONENT[dtype]) - 1 << bits for dtype, bits in _MANT
 # The quiet NaN that processors produce; it gets the sign of the number it came from.
 _NAN = {dtype: _INFINITE[dtype] | 1 << bits - 1 for dtype, bits in _MANTISSA.items()}
 _SIGN = {dtype: 1 << _EXPONENT[dtype] + bits for dtype, bits in _MANTISSA.items()}
-FLOATING = tuple(_MANTISSA)
+CASTABLE = tuple(_MANTISSA)
 
 
 def cast_dtype(dtype: str, wanted: str) -> str:
     """The dtype of a tensor in the target if ``wanted`` is requested: only floating-point dtypes change."""
-    return wanted if wanted and dtype in FLOATING else dtype
+    return wanted if wanted and dtype in CASTABLE else dtype
 
 
 def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
