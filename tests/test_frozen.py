@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import sys
-from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, is_dataclass
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from transload.frozen import Frozen, NamedTuple
+from transload.frozen import Frozen, NamedTuple, replace
 
 
 class Ours(Frozen):
@@ -34,7 +35,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
 def test_fields_defaults_and_replace(kind: Any) -> None:
     instance = kind("a", table={"x": 1})
     assert [item.name for item in fields(kind)] == ["name", "sizes", "table"]
-    assert replace(instance, sizes=(2,)) == kind("a", (2,), {"x": 1})
+    assert replace(instance, sizes=(2,)) == dataclasses.replace(instance, sizes=(2,)) == kind("a", (2,), {"x": 1})
     assert kind("a").table is not kind("a").table
     assert is_dataclass(kind)
 

@@ -171,6 +171,18 @@ def test_rooms_import_only_what_they_are_allowed_to(
     assert offenders == []
 
 
+def test_named_tuples_and_replace_are_those_of_frozen(modules: dict[Path, ast.Module]) -> None:
+    slow = {("typing", "NamedTuple"), ("dataclasses", "replace")}
+    offenders = [
+        (path.name, node.lineno)
+        for path, tree in modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and path.name != "frozen.py"
+        if any((node.module, alias.name) in slow for alias in node.names)
+    ]
+    assert offenders == []
+
+
 def test_rooms_import_only_the_front_of_another_room(modules: dict[Path, ast.Module]) -> None:
     """From a room's ``__init__`` that is its ``__all__``; what its other modules define is imported from them."""
     fronts = {f"transload.{room}": front_of(modules[PACKAGE / room / "__init__.py"]) for room in ROOMS}

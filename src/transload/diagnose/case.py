@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 from transload.diagnose import fixes
 from transload.diagnose.tables import Chip, chip_of, numbers_of, result, title
 from transload.findings import Finding, Severity
+from transload.frozen import NamedTuple
 from transload.machine import Accelerator, Experiment, Library, Machine, Node, PciDevice, Step
 from transload.render.words import plural
 from transload.steps import steps_of

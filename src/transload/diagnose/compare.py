@@ -14,12 +14,12 @@ from contextlib import suppress
 from functools import partial
 from statistics import median
 from time import strptime
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from transload.diagnose.report import Diagnosis, steps
 from transload.diagnose.rules import BY_CODE
 from transload.findings import Finding
-from transload.frozen import Plain, replace
+from transload.frozen import NamedTuple, Plain, replace
 from transload.machine import Machine, Unknown
 from transload.render.lines import BLANK, Block, Prose, heading
 from transload.render.words import plural, printable

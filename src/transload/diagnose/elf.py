@@ -12,13 +12,14 @@ import re
 import stat
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache, wraps
 from itertools import islice, takewhile
 from operator import itemgetter
 from struct import Struct, iter_unpack, unpack, unpack_from
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from transload.frozen import NamedTuple, replace
 from transload.machine import Unknown
 
 from .host import Host, reason

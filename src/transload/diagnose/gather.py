@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
@@ -22,6 +21,7 @@ from transload.diagnose.children import Child, source
 from transload.diagnose.host import Host
 from transload.diagnose.probes.python import question
 from transload.errors import TransloadError, UsageError
+from transload.frozen import replace
 
 PATIENCE = 120.0  # seconds for everything, unless the user says otherwise: twice what torch may take
 GRACE = 10.0  # seconds after that to send the exit code of rank 0 to the others: half by the folder, half by the store

@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from transload.diagnose.host import Host
-from transload.frozen import Frozen
+from transload.frozen import Frozen, replace
 from transload.machine import Machine
 from transload.steps import step_of
 

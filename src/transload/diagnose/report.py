@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
 from transload.diagnose.case import LAYERS, Case, Rule
@@ -15,7 +15,7 @@ from transload.diagnose.fixes import in_search_path
 from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, parts, result, shown_variables, table
 from transload.findings import Finding
-from transload.frozen import Plain
+from transload.frozen import Plain, replace
 from transload.machine import ChildAnswer, Machine, TorchInstall, Unknown
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, copied, heading, note
 from transload.render.words import plural, printable

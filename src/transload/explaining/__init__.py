@@ -15,13 +15,13 @@ from contextlib import suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transload.errors import TransloadError, UsageError
 from transload.explaining import hooks, matching
 from transload.explaining.logs import BLOCK, ErrorChain, FlatText, decoded, flat, lines_of, pieces, split, unwrapped
 from transload.explaining.matching import ErrorMatch, KnownError, Near
-from transload.frozen import Plain, Reported, replace
+from transload.frozen import NamedTuple, Plain, Reported, replace
 from transload.render.lines import BLANK, Block, Prose, as_text
 from transload.render.words import plural, printable
 from transload.steps import step_of

@@ -14,10 +14,11 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import BinaryIO, Literal, NamedTuple
+from typing import BinaryIO, Literal
 
 from transload.errors import TransloadError, UsageError
 from transload.findings import quoted
+from transload.frozen import NamedTuple
 
 BLOCK = 1 << 20
 """Characters of a log that are examined at a time: a log of any length takes a bounded amount of memory."""

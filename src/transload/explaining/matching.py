@@ -33,12 +33,12 @@ from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from math import fsum, log
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.explaining.hooks import WITHOUT_BLANKS
 from transload.explaining.logs import ErrorChain, FlatText, Line, RaisedError
 from transload.findings import packaged
-from transload.frozen import Plain
+from transload.frozen import NamedTuple, Plain
 from transload.steps import listed
 
 _SUBJECTS = (

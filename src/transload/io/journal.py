@@ -14,11 +14,11 @@ from contextlib import suppress
 from errno import EAGAIN, EIO, ELOOP, ENXIO
 from hashlib import sha256
 from struct import Struct
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from transload.errors import BusyFileError, CannotWriteError, RetagError, UsageError
 from transload.findings import quoted
-from transload.frozen import Frozen
+from transload.frozen import Frozen, NamedTuple
 from transload.io.atomic import AtomicFile, cannot_write, flush_directory, refuse_missing_directory, try_lock, write_at
 from transload.io.packed import Assembly, SourceRange
 from transload.io.sources import BytesSource, Source, cannot_read, has_journal, journal_path, read_at

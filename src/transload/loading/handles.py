@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
 from copy import copy
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +28,7 @@ from transload.errors import (
 )
 from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
+from transload.frozen import replace
 from transload.geometry import Box, View, boxes, contiguous
 from transload.io.memory import memory_at
 from transload.io.sources import SourceLike

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from itertools import accumulate, product, takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import LandingWarning, LoadError, TransloadError, UsageError, warn
 from transload.findings import join_names
+from transload.frozen import NamedTuple
 from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings

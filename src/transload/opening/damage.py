@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Record, Storage, Tensor
 from transload.contents import with_parts
@@ -19,6 +19,7 @@ from transload.errors import TransloadError
 from transload.findings import LimitedProblems, Problem
 from transload.formats.record_checksums import Lost, checksums, mismatch
 from transload.formats.zip import read_index, starts_like_zip
+from transload.frozen import NamedTuple
 from transload.opening.elements import Allowance, ElementReader
 
 _PIECE = 1 << 20

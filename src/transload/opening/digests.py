@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Record, Tensor
 from transload.errors import CannotReadError, ContentError, TransloadError
 from transload.findings import Problem
 from transload.formats.record_checksums import Lost, mismatch
+from transload.frozen import NamedTuple
 from transload.io import pool
 from transload.io.checksums import fastest_crc32
 from transload.opening.damage import Key, Records, key_of

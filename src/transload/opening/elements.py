@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, TransloadError
+from transload.frozen import NamedTuple
 from transload.geometry import Axis, Box, View, axes_of, boxes, contiguous
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
 from transload.io.sources import BytesSource, Source

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from transload.errors import CannotReadError
-from transload.frozen import Frozen
+from transload.frozen import Frozen, NamedTuple
 from transload.io.cuda_driver import CudaDriver, DriverError, event_now
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
 from transload.io.sources import FileSource, Source

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.formats.pickle_machine import run
 from transload.formats.plain_pickle import escaped
 from transload.formats.rare_opcodes import opcodes
 from transload.formats.torch_legacy import MAGIC_PICKLE
+from transload.frozen import NamedTuple
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set, storage_id
 
 _BINGET, _PROTO, _FRAME, _MEMOIZE = 0x68, 0x80, 0x95, 0x94

@@ -19,10 +19,11 @@ from itertools import islice
 from math import prod
 from operator import attrgetter, methodcaller
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.errors import CannotPickleError, SaveError
+from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 
 

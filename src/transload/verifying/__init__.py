@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
 
 from transload.errors import UsageError
 from transload.formats.record_checksums import new_problems
 from transload.formats.safetensors import aliases_in
+from transload.frozen import replace
 from transload.io import pool
 from transload.io.sources import Progress, SourceLike
 from transload.judge import integrity_of, judge

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload._version import __version__
 from transload.errors import ManifestError, TransloadError
 from transload.format import FORMATS
+from transload.frozen import NamedTuple
 from transload.io.atomic import AtomicFile, refuse_missing_directory
 from transload.io.sources import FileSource
 from transload.opening import inspect

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from transload.findings import Finding, Integrity, rescue_command
 from transload.format import format_of
-from transload.frozen import Frozen, Reported
+from transload.frozen import Frozen, Reported, replace
 from transload.opening.damage import Damage
 from transload.opening.digests import Difference, TensorSum
 from transload.render.checkpoint import INTEGRITY, findings

@@ -12,16 +12,16 @@ from __future__ import annotations
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import lru_cache
 from math import isfinite, prod
 from struct import unpack
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Key, Storage, Tensor
 from transload.dtypes import FROM_NUMPY
 from transload.formats.arrays import NUMPY_SCALARS, Array, array_of, raw_bytes
 from transload.formats.graph import MODULE_KEYS, RECONSTRUCTORS, call_items, leaf_kind, short_key, with_slots
+from transload.frozen import NamedTuple, replace
 from transload.io.sources import BytesSource, Source
 from transload.nodes import REBUILDS, Call, Dict, Global, Set, called, device_text, short
 from transload.opening.elements import ElementReader

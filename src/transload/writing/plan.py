@@ -11,8 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
@@ -22,6 +21,7 @@ from transload.formats.graph import node_at
 from transload.formats.pickle_writer import dumps
 from transload.formats.safetensors import aliases_in
 from transload.formats.zip_writer import opening_records
+from transload.frozen import NamedTuple, replace
 from transload.nodes import Dict
 from transload.opening.elements import Allowance, ElementReader, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +17,7 @@ from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.graph import call_items, last_pairs, node_at, short_key
+from transload.frozen import replace
 from transload.geometry import contiguous
 from transload.nodes import Call, Dict, Global, Persistent, called, storage_id
 from transload.opening.elements import Allowance, ElementReader

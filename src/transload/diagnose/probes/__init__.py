@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import replace
 from math import inf
 from typing import Literal, TypeVar
 
 from transload._version import __version__
 from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.host import Host
+from transload.frozen import replace
 from transload.machine import ChildAnswer, Cuda, CudaGpu, Driver, Experiment, Machine, Nvml, NvmlGpu, Python, TorchRun
 
 _DRIVER = 8.0

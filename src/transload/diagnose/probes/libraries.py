@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import chain
 
@@ -13,6 +12,7 @@ from transload.diagnose.elf import Elf, Loader, Process, SharedObject, Undefined
 from transload.diagnose.host import Host
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import CUDA_LIBRARY, table
+from transload.frozen import replace
 from transload.machine import (
     DriverLibraries,
     ExtensionPackage,

@@ -11,14 +11,14 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.elf import Elf, read_elf
 from transload.diagnose.host import Host, pairs
 from transload.diagnose.tables import table
+from transload.frozen import NamedTuple, replace
 from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
 
 _DEADLINE = 5.0  # seconds; an interpreter on a cold network disk takes two

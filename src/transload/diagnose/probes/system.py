@@ -6,12 +6,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from transload import machine as facts
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, int_or, memory, pairs
 from transload.diagnose.tables import cuda_text, is_listed, sections, shown_variables, table
+from transload.frozen import NamedTuple
 from transload.machine import AMD, NVIDIA, Unknown
 
 # Chassis types of SMBIOS: portable, laptop, notebook, sub-notebook, convertible, detachable.

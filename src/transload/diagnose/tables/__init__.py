@@ -10,10 +10,11 @@ import re
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, partial
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from transload import steps
 from transload.findings import manual_page, packaged
+from transload.frozen import NamedTuple
 
 Version = tuple[int, ...]
 Capability = Version
