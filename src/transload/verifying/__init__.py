@@ -25,8 +25,7 @@ from transload.opening.elements import ElementReader
 from transload.verifying.manifests import Manifest, read_manifest, refuse_target, write_manifest
 from transload.verifying.report import Verification, report, several, written
 
-__all__ = ["Verification", "read_manifest", "refuse_target", "report", "several"]
-__all__ += ["verify", "write_manifest", "written"]
+__all__ = ["Verification", "read_manifest", "refuse_target", "report", "several", "verify", "write_manifest", "written"]
 
 
 _REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
