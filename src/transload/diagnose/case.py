@@ -13,7 +13,7 @@ from transload.diagnose import fixes
 from transload.diagnose.tables import Chip, chip_of, numbers_of, result, title
 from transload.findings import Finding, Severity
 from transload.frozen import NamedTuple
-from transload.machine import Accelerator, Experiment, Library, Machine, Node, PciDevice, Step
+from transload.machine import Accelerator, Machine, PciDevice, Step
 from transload.render.words import plural
 from transload.steps import steps_of
 
@@ -130,46 +130,93 @@ def _chip_name(chip: Chip | None) -> str:
 
 
 class Case(Machine):
-    """A machine to be judged: its facts, and conclusions from them, each drawn when a rule first asks for it."""
+    """A machine to be judged: its facts, and conclusions from them; those that take time are drawn when needed."""
+
+    __setattr__ = object.__setattr__
 
     def __init__(self, machine: Machine) -> None:
         self.__dict__.update(machine.__dict__)
+        self._matches: dict[Check, dict[str, Match]] = {}
+        hardware, kernel, nodes, around = self.hardware, self.kernel, self.nodes, self.surroundings
+        cuda, nvml, run, first = self.driver.cuda, self.driver.nvml, self.torch_run, self.torch.first
 
-    # -- CUDA and its driver
+        # Whether torch was not run, so that only its files are known; else whether it was imported, or why not.
+        imported = run.step("import")
+        self.torch_not_run = run.answer.state == "unasked"
+        self.torch_imported = imported is not None and imported.ok
+        self.import_error = imported.error if imported and not imported.ok else ""
+        # Whether all its steps succeeded on the GPU: then nothing about it is broken.
+        self.torch_computes = run.cuda_works and self.failed() is None
+        # Its version, and the CUDA version that it was built with, also as two numbers; empty if unknown, or for none.
+        self.torch_version = run.version or (first.version if first else "")
+        self.torch_cuda = run.cuda or (first.cuda if first else "")
+        numbers = numbers_of(self.torch_cuda)[:2]
+        self.torch_cuda_numbers = numbers if len(numbers) == 2 else ()
 
-    @cached_property
-    def cuda_works(self) -> bool:
-        """Whether the driver or torch used a GPU, which no rule may contradict."""
-        return self.driver.cuda.works or self.torch_run.cuda_works
+        # The nodes of cards that exist, /dev/nvidia0 and so on; and whether /dev has no NVIDIA node at all.
+        existing = (node for node in nodes.found if node.exists)
+        self.card_nodes = tuple(node for node in existing if re.fullmatch(r"/dev/nvidia\d+", node.path))
+        some_node = self.card_nodes or nodes.at(CONTROL).exists or nodes.at(UVM).exists
+        self.nodes_absent = bool(nodes.found) and not some_node
 
-    @cached_property
-    def driver_unasked(self) -> bool:
-        """Whether the driver should have been asked, but the child process could not be run."""
-        cuda = self.driver.cuda.answer
-        return cuda.state == "unasked" and bool(cuda.detail or "cuda" in self.problems)
-
-    @cached_property
-    def driver_fails(self) -> bool:
-        """Whether the driver has no GPU; or was not asked, and files show that it must fail.
-
-        No process can use a GPU on the PCI bus without the kernel module or a device node.
-        """
-        off_bus = self.surroundings.wsl or self.hardware.dxg or self.hardware.tegra
-        must_fail = not off_bus and (self.kernel.loaded is False or self.nodes_absent)
-        asked = self.driver.cuda.answer.state != "unasked"
-        return not self.cuda_works and (asked or (self.driver_unasked and must_fail))
-
-    @cached_property
-    def driver_broken(self) -> bool:
-        """Whether the driver fails for a reason other than a variable."""
-        return self.driver_fails and not self.works_without
-
-    @cached_property
-    def driver_result(self) -> int:
-        """What the driver returned: the first result that is not 0, 100 for no device, -1 without an answer."""
-        cuda = self.driver.cuda
+        # Whether NVML, and so the kernel driver, works and sees a card.
+        self.nvml_works = nvml.answer.answered and nvml.init == 0 and nvml.count > 0
+        # Whether the driver or torch used a GPU, which no rule may contradict.
+        self.cuda_works = cuda.works or run.cuda_works
+        # Whether the loader finds no libcuda.so.1.
+        self.no_libcuda = cuda.answer.state == "no-library"
+        # What the driver returned: the first result that is not 0, 100 for no device, -1 without an answer.
         counted = cuda.count_code if cuda.count_code > 0 else 100 if cuda.count == 0 else 0
-        return (cuda.init or counted) if cuda.answer.answered else -1
+        self.driver_result = (cuda.init or counted) if cuda.answer.answered else -1
+        # The variables without which the driver works, and a line about that experiment; empty if none succeeded.
+        success = next((experiment for experiment in self.driver.experiments if experiment.cuda.works), None)
+        self.works_without: Lines = success.change if success else ()
+        finds = f"the driver starts and finds {plural(success.cuda.count, 'GPU')}" if success else ""
+        self.works_without_line = f"without {', '.join(self.works_without)} {finds}" if success else ""
+        # Whether the driver should have been asked, but the child process could not be run.
+        unasked = cuda.answer.state == "unasked"
+        self.driver_unasked = unasked and bool(cuda.answer.detail or "cuda" in self.problems)
+        # Whether the driver has no GPU; or was not asked, and files show that it must fail: no process can use a GPU on
+        # the PCI bus without the kernel module or a device node. It is broken if that is not because of a variable.
+        off_bus = around.wsl or hardware.dxg or hardware.tegra
+        must_fail = not off_bus and (kernel.loaded is False or self.nodes_absent)
+        self.driver_fails = not self.cuda_works and (not unasked or (self.driver_unasked and must_fail))
+        self.driver_broken = self.driver_fails and not self.works_without
+        # Whether it fails and no card has a node. A forbidden /dev/nvidiactl may exist: libcuda makes it.
+        only_control = nodes.at(CONTROL).error == "EPERM" and not (self.card_nodes or nodes.at(UVM).exists)
+        self.fails_without_nodes = self.driver_broken and (self.nodes_absent or only_control)
+
+        # Whether the host, even outside of this container, certainly has an NVIDIA card. If the card was removed while
+        # its driver is loaded, that keeps the nodes.
+        no_card = isinstance(hardware.pci, tuple) and not (hardware.present or kernel.gpus)
+        removed = no_card and kernel.loaded is True and not around.container
+        self.host_has_gpu = bool(hardware.gpus or kernel.loaded or kernel.gpus) and not removed
+        # Whether there certainly is a GPU: under WSL /dev/dxg may be another vendor's.
+        in_wsl = hardware.dxg and any(library.kind == "wsl" for library in self.driver.libraries.cuda or ())
+        self.has_nvidia = bool(hardware.gpus or hardware.tegra or in_wsl or cuda.works or self.nvml_works)
+        # Whether no NVIDIA GPU was found anywhere: then the driver cannot be at fault.
+        node = nodes.found and not self.nodes_absent and not removed
+        trace = hardware.present or self.host_has_gpu or node or self.nvml_works or self.cuda_works or around.wsl
+        self.no_gpu = isinstance(hardware.pci, tuple) and not trace
+        # Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does.
+        self.needs_driver = bool(hardware.gpus) and self.driver_broken and not around.wsl
+        # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
+        without_cuda = first is not None and first.cpu_only and not self.torch.shadow
+        self.no_gpu_severity: Severity = "note" if without_cuda else "error"
+        # Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but means none in a count.
+        counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
+        self.slurm_granted = counts or any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
+
+        # The libcuda.so.1 that a process loads: the file that was mapped, else the one that the loader should find.
+        libraries, mapped = self.driver.libraries, cuda.library
+        same = (library for library in libraries.cuda or () if mapped and mapped in (library.path, library.target))
+        self.libcuda = next(same, libraries.libcuda)
+        # That library, if it is a driver's own and its version differs from the kernel driver's.
+        release = self.libcuda.version if self.libcuda and self.libcuda.kind == "driver" else ""
+        differs = kernel.version and _RELEASE.fullmatch(release) and release != kernel.version
+        self.mismatched_libcuda = self.libcuda if differs else None
+
+    # -- lines of evidence
 
     @cached_property
     def driver_result_line(self) -> str:
@@ -186,35 +233,6 @@ class Case(Machine):
         if cuda.init == 0:
             return f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
         return f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()
-
-    @cached_property
-    def driver_cuda(self) -> int:
-        """The CUDA version that the driver reports, 12080 for 12.8; 0 if unknown."""
-        return self.driver.cuda.version or self.driver.nvml.cuda
-
-    @cached_property
-    def _success(self) -> Experiment | None:
-        """The first experiment in which the driver worked."""
-        return next((experiment for experiment in self.driver.experiments if experiment.cuda.works), None)
-
-    @cached_property
-    def works_without(self) -> Lines:
-        """The variables without which the driver works; empty if no experiment succeeded."""
-        return self._success.change if self._success else ()
-
-    @cached_property
-    def works_without_line(self) -> str:
-        """A line about that experiment; empty if none succeeded."""
-        if not self._success:
-            return ""
-        gpus = plural(self._success.cuda.count, "GPU")
-        return f"without {', '.join(self.works_without)} the driver starts and finds {gpus}"
-
-    @cached_property
-    def nvml_works(self) -> bool:
-        """Whether NVML, and so the kernel driver, works and sees a card."""
-        nvml = self.driver.nvml
-        return nvml.answer.answered and nvml.init == 0 and nvml.count > 0
 
     @cached_property
     def nvml_result_line(self) -> str:
@@ -234,79 +252,6 @@ class Case(Machine):
         flavour = f", {self.kernel.flavour} flavour" if self.kernel.flavour else ""
         return f"the loaded kernel driver is {self.kernel.version or 'of unknown version'}{flavour}"
 
-    # -- the driver's library and nodes
-
-    @cached_property
-    def no_libcuda(self) -> bool:
-        """Whether the loader finds no libcuda.so.1."""
-        return self.driver.cuda.answer.state == "no-library"
-
-    @cached_property
-    def libcuda(self) -> Library | None:
-        """The libcuda.so.1 that a process loads: the file that was mapped, else the one that the loader should find."""
-        libraries, mapped = self.driver.libraries, self.driver.cuda.library
-        same = (lib for lib in libraries.cuda or () if mapped and mapped in (lib.path, lib.target))
-        return next(same, libraries.libcuda)
-
-    @cached_property
-    def mismatched_libcuda(self) -> Library | None:
-        """That library, if it is a driver's own and its version differs from the kernel driver's."""
-        lib = self.libcuda if self.libcuda and self.libcuda.kind == "driver" else None
-        comparable = lib and self.kernel.version and _RELEASE.fullmatch(lib.version)
-        return lib if lib and comparable and lib.version != self.kernel.version else None
-
-    @cached_property
-    def card_nodes(self) -> tuple[Node, ...]:
-        """The nodes of cards that exist: /dev/nvidia0 and so on."""
-        return tuple(node for node in self.nodes.found if node.exists and re.fullmatch(r"/dev/nvidia\d+", node.path))
-
-    @cached_property
-    def nodes_absent(self) -> bool:
-        """Whether /dev has no NVIDIA node at all."""
-        nodes = self.nodes
-        return bool(nodes.found) and not (self.card_nodes or nodes.at(CONTROL).exists or nodes.at(UVM).exists)
-
-    @cached_property
-    def fails_without_nodes(self) -> bool:
-        """Whether the driver fails and no card has a node. A forbidden /dev/nvidiactl may exist: libcuda makes it."""
-        forbidden = self.nodes.at(CONTROL).error == "EPERM"
-        only_control = forbidden and not (self.card_nodes or self.nodes.at(UVM).exists)
-        return self.driver_broken and (self.nodes_absent or only_control)
-
-    # -- the cards
-
-    @cached_property
-    def _removed(self) -> bool:
-        """Whether the card was removed while its driver is still loaded, which keeps the nodes."""
-        hardware, kernel = self.hardware, self.kernel
-        no_card = isinstance(hardware.pci, tuple) and not (hardware.present or kernel.gpus)
-        return no_card and kernel.loaded is True and not self.surroundings.container
-
-    @cached_property
-    def host_has_gpu(self) -> bool:
-        """Whether the host, even outside of this container, certainly has an NVIDIA card."""
-        return bool(self.hardware.gpus or self.kernel.loaded or self.kernel.gpus) and not self._removed
-
-    @cached_property
-    def no_gpu(self) -> bool:
-        """Whether no NVIDIA GPU was found anywhere: then the driver cannot be at fault."""
-        node = self.nodes.found and not self.nodes_absent and not self._removed
-        works = self.nvml_works or self.cuda_works
-        trace = self.hardware.present or self.host_has_gpu or node or works or self.surroundings.wsl
-        return isinstance(self.hardware.pci, tuple) and not trace
-
-    @cached_property
-    def has_nvidia(self) -> bool:
-        """Whether there certainly is an NVIDIA GPU: under WSL /dev/dxg may be another vendor's."""
-        hardware = self.hardware
-        in_wsl = hardware.dxg and any(lib.kind == "wsl" for lib in self.driver.libraries.cuda or ())
-        return bool(hardware.gpus or hardware.tegra or in_wsl or self.driver.cuda.works or self.nvml_works)
-
-    @property
-    def has_nvidia_if_known(self) -> bool | None:
-        """The same; ``None`` if it is unknown whether there is one."""
-        return True if self.has_nvidia else False if self.no_gpu else None
-
     @cached_property
     def card_lines(self) -> Lines:
         """A line about each card on the bus."""
@@ -317,6 +262,8 @@ class Case(Machine):
             chip = _chip_name(chip_of(card.device))
             lines.append(f"{card.address} is an NVIDIA card, 10de:{card.device:04x}{chip}{driver}{asleep}")
         return tuple(lines)
+
+    # -- the cards
 
     @cached_property
     def cards(self) -> tuple[Card, ...]:
@@ -341,63 +288,6 @@ class Case(Machine):
         all_seen = not seen and self.nvml_works and nvml.count >= len(gpus)
         return tuple(card for card in gpus if card.address[-12:].lower() not in seen and not all_seen)
 
-    @cached_property
-    def needs_driver(self) -> bool:
-        """Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does."""
-        return bool(self.hardware.gpus) and self.driver_broken and not self.surroundings.wsl
-
-    @cached_property
-    def no_gpu_severity(self) -> Severity:
-        """How bad it is that a process has no GPU: only a note if its torch is built without CUDA."""
-        first = self.torch.first
-        return "error" if first is None or not first.cpu_only or self.torch.shadow else "note"
-
-    @cached_property
-    def slurm_granted(self) -> bool:
-        """Whether Slurm gave this job a GPU. ``0`` is a card in a list of indices, but means none in a count."""
-        counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
-        return counts or any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
-
-    # -- torch
-
-    @cached_property
-    def torch_not_run(self) -> bool:
-        """Whether torch was not run, so that only its files are known."""
-        return self.torch_run.answer.state == "unasked"
-
-    @cached_property
-    def torch_imported(self) -> bool:
-        """Whether it was imported."""
-        step = self.torch_run.step("import")
-        return step is not None and step.ok
-
-    @cached_property
-    def import_error(self) -> str:
-        """Why it could not be imported; empty if it could, or was not run."""
-        step = self.torch_run.step("import")
-        return step.error if step and not step.ok else ""
-
-    @cached_property
-    def torch_computes(self) -> bool:
-        """Whether all its steps succeeded on the GPU: then nothing about it is broken."""
-        return self.torch_run.cuda_works and self.failed() is None
-
-    @cached_property
-    def torch_version(self) -> str:
-        """The version of the torch that is imported; empty if unknown."""
-        return self.torch_run.version or (self.torch.first.version if self.torch.first else "")
-
-    @cached_property
-    def torch_cuda(self) -> str:
-        """The CUDA version that it was built with; empty for none."""
-        return self.torch_run.cuda or (self.torch.first.cuda if self.torch.first else "")
-
-    @cached_property
-    def torch_cuda_numbers(self) -> tuple[int, ...]:
-        """That version as two numbers; empty for none."""
-        numbers = numbers_of(self.torch_cuda)
-        return numbers[:2] if len(numbers) > 1 else ()
-
     # -- questions
 
     def env(self, name: str) -> str | None:
@@ -407,10 +297,6 @@ class Case(Machine):
     def usable(self, kind: str) -> list[Accelerator]:
         """The accelerators of a kind whose driver works."""
         return [other for other in self.accelerators if other.kind == kind and other.usable]
-
-    @cached_property
-    def _matches(self) -> dict[Check, dict[str, Match]]:
-        return {}
 
     def matches_of(self, check: Check) -> dict[str, Match]:
         """What a check finds in this case. Every check runs only once."""
@@ -458,6 +344,11 @@ class Case(Machine):
     def steps(self, name: str, /, **values: object) -> Lines:
         """A section of ``steps.md`` for this machine."""
         return fixes.steps(self, name, **values)
+
+    @property
+    def has_nvidia_if_known(self) -> bool | None:
+        """Whether there is an NVIDIA GPU; ``None`` if that is unknown."""
+        return True if self.has_nvidia else False if self.no_gpu else None
 
     @property
     def reinstall(self) -> Lines:

@@ -468,7 +468,8 @@ def _numbers(code: str) -> tuple[int, int]:
 @rules("fit", "V05", "V01", "V02", "V03", "A05", "A01", "A02", likely=("V05",))
 def driver_and_cards(m: Case) -> Matches:
     """The driver against the CUDA version that torch was built with, and the cards against its architectures."""
-    wheel, driver, torch_cuda, libraries = m.torch_cuda_numbers, m.driver_cuda, m.torch_cuda, m.torch_libraries
+    wheel, torch_cuda, libraries = m.torch_cuda_numbers, m.torch_cuda, m.torch_libraries
+    driver = m.driver.cuda.version or m.driver.nvml.cuda  # the CUDA version that it reports, 12080 for 12.8
     # under WSL it is the Windows driver
     system: tables.System = "windows" if m.platform.system == "Windows" or m.surroundings.wsl else "linux"
     floor, shipped = tables.driver_floor(torch_cuda, system), tables.toolkit_driver(torch_cuda, system)
