@@ -418,12 +418,17 @@ class Read(NamedTuple):
 
 
 def swap_bytes(data: memoryview, width: int) -> None:
-    """Reverse the byte order of numbers, in place."""
-    if width > 1:
-        for at in range(0, len(data), WINDOW):
-            numbers = array(FORMATS[width], data[at : at + WINDOW].tobytes())
-            numbers.byteswap()
-            data[at : at + WINDOW] = memoryview(numbers).cast("B")
+    """Reverse the byte order of numbers, in place; bytes after the last whole number stay.
+
+    >>> data = bytearray(b"abcde")
+    >>> swap_bytes(memoryview(data), 2); data
+    bytearray(b'badce')
+    """
+    data = data[: len(data) - len(data) % width]
+    for at in range(0, len(data) if width > 1 else 0, WINDOW):
+        numbers = array(FORMATS[width], data[at : at + WINDOW].tobytes())
+        numbers.byteswap()
+        data[at : at + WINDOW] = memoryview(numbers).cast("B")
 
 
 def component(dtype: str) -> int:
