@@ -6,7 +6,7 @@ import pytest
 
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import UsageError
-from transload.loading.into import BranchMatch, branches, find
+from transload.loading.into.keys import BranchMatch, branches, find
 
 
 def checkpoint(*paths: tuple[Key, ...], shape: tuple[int, ...] = (2,)) -> Checkpoint:
