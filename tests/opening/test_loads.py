@@ -135,12 +135,12 @@ def test_error_in_progress_callback_stops_the_load(threads: int, saved: Path) ->
 @pytest.mark.parametrize("threads", THREADS)
 def test_memory_of_a_failed_load_is_freed_at_once(threads: int, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be device memory, which must not wait for the garbage collector."""
-    from transload.loading import _Reader
+    from transload.loading import _StorageReader
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    real_empty = _Reader._empty
+    real_empty = _StorageReader._empty
 
-    def recorded(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
+    def recorded(reader: _StorageReader, storage: Any, device: str = "cpu") -> Any:
         empty = real_empty(reader, storage, device)
         alive.add(empty)
         return empty
@@ -155,7 +155,7 @@ def test_memory_of_a_failed_load_is_freed_at_once(threads: int, saved: Path, mon
             return bool(list(alive))
         return False
 
-    monkeypatch.setattr(_Reader, "_empty", recorded)
+    monkeypatch.setattr(_StorageReader, "_empty", recorded)
     gc.collect()
     gc.disable()
     try:
@@ -227,16 +227,16 @@ def test_file_replaced_during_load_still_loads_the_opened_one(saved: Path, tmp_p
 
 
 def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading import _Reader
+    from transload.loading import _StorageReader
 
-    real_empty = _Reader._empty
+    real_empty = _StorageReader._empty
 
-    def oversized(reader: _Reader, storage: Any, device: str = "cpu") -> Any:
+    def oversized(reader: _StorageReader, storage: Any, device: str = "cpu") -> Any:
         if storage.nbytes == 8 * LONG:
             storage = type(storage)(**{**fields_of(storage), "nbytes": 1 << 55})
         return real_empty(reader, storage, device)
 
-    monkeypatch.setattr(_Reader, "_empty", oversized)
+    monkeypatch.setattr(_StorageReader, "_empty", oversized)
     with pytest.raises(DoesNotFitError, match="no memory for int"):
         transload.load(saved, threads=3)
 
@@ -300,10 +300,10 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
     saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Storages are allocated in host memory and treated as device memory."""
-    from transload.loading import _Reader
+    from transload.loading import _StorageReader
     from transload.loading import placement as arrival
 
-    real_empty = _Reader._empty
+    real_empty = _StorageReader._empty
 
     def on_device(reader: Any, storage: Any, device: str = "cpu") -> Any:
         empty = real_empty(reader, storage)
@@ -311,7 +311,7 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
             cuda.add_memory(empty.data_ptr(), storage.nbytes, 0)
         return empty
 
-    monkeypatch.setattr(_Reader, "_empty", on_device)
+    monkeypatch.setattr(_StorageReader, "_empty", on_device)
     monkeypatch.setattr(arrival.DeviceMap, "planned_device", lambda *_: "cuda:0")
     current_driver: Any = driver.cuda_driver()
     assert current_driver is cuda

@@ -151,9 +151,9 @@ def load(
             make = partial(load_trusted, pickle_module=pickle_module, **pickle_load_args)
         try:
             if trusted and checkpoint.traits.runs:
-                made = load_program(opened.files[0], device_map.device)
+                loaded = load_program(opened.files[0], device_map.device)
             else:
-                made = _each_file(opened, device_map, options, make)
+                loaded = _each_file(opened, device_map, options, make)
         except Malformed:
             opened.list_tensors()
             _refuse(opened.checkpoint, trusted=trusted)  # which names the tensor, if it knows it
@@ -167,16 +167,15 @@ def load(
 
         if wrong := load_warning(checkpoint):
             warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
-    return made
+    return loaded
 
 
 def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> str:
     """Return the encoding; raise if an argument is unknown, or has no effect on a file that is not trusted."""
-    known = _PICKLE_ARGUMENTS if trusted else {"encoding"}
-    odd = next((name for name in given if name not in known), None)
-    if odd is not None:
-        hint = " with weights_only=True" if odd in _PICKLE_ARGUMENTS else ""
-        raise TypeError(f"load() got an unexpected keyword argument {odd!r}{hint}")
+    for name in given:
+        if name not in (_PICKLE_ARGUMENTS if trusted else {"encoding"}):
+            hint = " with weights_only=True" if name in _PICKLE_ARGUMENTS else ""
+            raise TypeError(f"load() got an unexpected keyword argument {name!r}{hint}")
     if not trusted and pickle_module is not None:
         fix = "Leave it out; or pass weights_only=False, if you trust the file."
         raise UsageError("a pickle_module is used only with weights_only=False", fix=fix)
@@ -225,7 +224,7 @@ def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptio
     """The object of the only piece, or the dictionaries of all shards merged."""
     import torch
 
-    made = []
+    objects = []
     # Rebuild functions, of torch and of programs, ask torch for the map_location of the load in progress.
     state: Any = getattr(torch.serialization, "_serialization_tls", None)
     has_state = hasattr(state, "map_location")
@@ -236,17 +235,17 @@ def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptio
         for file in opened.files:
             storages = read_storages(file, device_map, options)
             plain = file.checkpoint.traits.named
-            made.append(plain_tensors(file, storages, device_map) if plain else make(file, storages, device_map))
+            objects.append(plain_tensors(file, storages, device_map) if plain else make(file, storages, device_map))
     finally:
         if has_state:
             state.map_location = before
     path, form = opened.checkpoint.path, opened.checkpoint.traits
     if not form.several:
-        if not made:
+        if not objects:
             raise LoadError("there is nothing in it to load", where=path)
-        return made[0][""] if form.nameless else made[0]
+        return objects[0][""] if form.nameless else objects[0]
     joined: dict[Any, Any] = {}
-    for shard in made:
+    for shard in objects:
         if not isinstance(shard, Mapping):
             what = f"a shard holds {type(shard).__name__}, not a dictionary of tensors"
             raise LoadError(what, where=path, fix="Load the shards one by one.")
@@ -277,19 +276,18 @@ class ReadOptions(NamedTuple):
 
 def read_storages(file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
     """Read every storage of a checkpoint to its device; return them by id."""
-    reader = _Reader(file, device_map, options)
+    reader = _StorageReader(file, device_map, options)
     storages = file.checkpoint.storages
     together = reader.together(storages)
     if len(together) == len(storages):
         return together
-    return {each.id: together.get(each.id) or reader.storage(each) for each in storages}
+    return {storage.id: together.get(storage.id) or reader.alone(storage) for storage in storages}
 
 
-class _Reader:
+class _StorageReader:
     def __init__(self, file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> None:
         import torch
 
-        self._torch = torch
         self._new = torch.UntypedStorage  # looked up once, not for each tensor
         self._file = file
         self._device_map = device_map
@@ -330,8 +328,8 @@ class _Reader:
         """Read all storages that have the same bytes in the file as in memory, in one call; return them by id."""
         if self._faked or self._skips or self._map is not None:
             return {}
-        known = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
-        devices = {tag: device for tag, device in known.items() if can_read_to(device.partition(":")[0])}
+        planned = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
+        devices = {tag: device for tag, device in planned.items() if can_read_to(device.partition(":")[0])}
         big = sys.byteorder == "big"
         plain = [
             each
@@ -374,14 +372,15 @@ class _Reader:
                 self._check_sum(storage, value)
         return {storage.id: targets[index] for index, storage in enumerate(storages)}
 
-    def storage(self, storage: Storage) -> torch.UntypedStorage:
+    def alone(self, storage: Storage) -> torch.UntypedStorage:
+        """Map a storage, or read it by itself, and put it on its device."""
         if self._faked or self._device_map.planned_device(storage.device) == "meta":
-            made = self._torch.UntypedStorage(storage.nbytes, device="meta")
+            untyped = self._new(storage.nbytes, device="meta")
             if storage.offset is not None:
-                made._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
+                untyped._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
             if self._faked and self._file.checkpoint.traits.container != "stream":  # where torch forgets the device
-                made._fake_device = storage.device  # noqa: SLF001 - the same
-            return made
+                untyped._fake_device = storage.device  # noqa: SLF001 - the same
+            return untyped
         if self._skips or not storage.nbytes:
             return self._device_map.put(self._empty(storage), storage.device)
         is_swapped = (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
@@ -434,6 +433,6 @@ def _named(file: CheckpointFile, storage: Storage) -> str:
     for pickle in file.checkpoint.pickles if file.checkpoint.counted else ():  # its tensors were only counted
         from transload.formats.graph import StorageTable, find_tensors
 
-        found = find_tensors(pickle.root, StorageTable()).storages
-        names = next((each.tensors for each in found if each.key == storage.key), names)
+        storages = find_tensors(pickle.root, StorageTable()).storages
+        names = next((other.tensors for other in storages if other.key == storage.key), names)
     return join_names([name or "the root" for name in names], 4) or f"storage {storage.key}"

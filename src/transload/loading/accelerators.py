@@ -37,9 +37,9 @@ def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devic
     current = next((f"{kind}:{module.current_device()}" for kind, module in modules.items()), "mps")
     unmeasured = Devices((host, *map(Device, here), *mps), current, rank)
     # Measure the devices that may be used: all of them if tensors of absent devices may be spread over them.
-    found = [unmeasured.get(name) for name in names]
-    measured = {unmeasured.own, *(device.name for device in found if device)}
-    if None in found and len(set(names)) > 1 and rank is None:
+    wanted = [unmeasured.get(name) for name in names]
+    measured = {unmeasured.own, *(device.name for device in wanted if device)}
+    if None in wanted and len(set(names)) > 1 and rank is None:
         measured = {device.name for device in unmeasured.accelerators}
     cards = [_card(modules[split(name)[0]], name) if name in measured else Device(name) for name in here]
     return Devices((host, *cards, *mps), current, rank)
@@ -66,8 +66,8 @@ def spread_over(sizes: Mapping[str, int], devices: Devices) -> dict[str, str]:
     cards = devices.accelerators
     if len(tags) < 2:
         return {}
-    known = all(card.free >= 0 for card in cards)
-    room = {card.name: card.free if known else 0 for card in cards}
+    is_measured = all(card.free >= 0 for card in cards)
+    room = {card.name: card.free if is_measured else 0 for card in cards}
     absent = []
     for tag in tags:
         here = devices.get(tag)

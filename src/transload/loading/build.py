@@ -43,7 +43,7 @@ _Task = tuple[Any, "_Steps | None", Any]
 _ATOMS = frozenset({str, int, float, bool, bytes, type(None)})
 _MAPPINGS = (dict, OrderedDict, Counter, defaultdict)
 _FROM_TYPE = frozenset({"torch._tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type"})
-_ODD: dict[type, str] = {
+_NOT_VALUES: dict[type, str] = {
     Big: "an integer with thousands of digits",
     Extension: "a name given only by number (an extension code)",
     OutOfBand: "a buffer outside the file",
@@ -79,7 +79,7 @@ def build_object(
 class _Builder:
     """One walk over one graph, with an explicit stack, since a graph may be deeper than Python's.
 
-    ``made`` has the objects so far, by the identity of their nodes. A generator makes the object of a node: it yields
+    ``objects`` has those made so far, by the identity of their nodes. A generator makes the object of a node: it yields
     the nodes it needs, and is sent their objects. Lists and dictionaries are made first and filled later, so they may
     contain themselves; tuples and results of calls are made after their parts.
     """
@@ -92,7 +92,7 @@ class _Builder:
         device_map: DeviceMap,
         encoding: str,
     ) -> None:
-        self.made: dict[int, Any] = {}
+        self.objects: dict[int, Any] = {}
         self._file = file
         self._device_map = device_map
         self._encoding = encoding
@@ -100,22 +100,22 @@ class _Builder:
         # In a pickle of Python 2, bytes are text that is not UTF-8. Any other encoding applies to all of its text.
         self._texts = frozenset() if encoding == "utf-8" else pickle.python2_texts
         self._atoms = _ATOMS - ({bytes} if pickle.undecoded else set()) - ({str} if self._texts else set())
-        self._known = entries(file.checkpoint.storages, storages, device_map)
+        self._entries = entries(file.checkpoint.storages, storages, device_map)
         self._names = {node: _name_of(node) for node in pickle.globals.values()}
-        self._make_ordinary = ordinary(self._known, self.made, self._names)
+        self._make_ordinary = ordinary(self._entries, self.objects, self._names)
 
     @cached_property
     def _rebuilder(self) -> Rebuilder:
         from transload.loading.rebuild_tensors import Rebuilder
 
-        return Rebuilder(self._file, self._known, self._device_map, fake=is_fake_mode())
+        return Rebuilder(self._file, self._entries, self._device_map, fake=is_fake_mode())
 
     def run(self) -> Any:
         """Build the root and everything it refers to; ``Malformed`` if that is not possible."""
         if self._pickle.built:
             raise Malformed("attributes of something that cannot have any")
         node = root = self._pickle.root
-        made, atoms, ready = self.made, self._atoms, self._ready
+        objects, atoms, ready = self.objects, self._atoms, self._ready
         begun: set[int] = set()
         waiting: dict[int, list[_Task]] = {}  # tasks that need an object which is not made yet
         stack: list[_Task] = [(root, None, ())]
@@ -123,31 +123,31 @@ class _Builder:
             while stack:
                 node, steps, needed = stack.pop()
                 if steps is None:
-                    if type(node) in atoms or id(node) in made or id(node) in begun:
+                    if type(node) in atoms or id(node) in objects or id(node) in begun:
                         continue
                     begun.add(id(node))
                     steps, values = self._steps(node), None
                 elif (values := ready(needed)) is None:
-                    missing = next(id(each) for each in needed if type(each) not in atoms and id(each) not in made)
+                    missing = next(id(part) for part in needed if type(part) not in atoms and id(part) not in objects)
                     waiting.setdefault(missing, []).append((node, steps, needed))
                     continue
                 while (needed := _send(steps, values)) is not None and (values := ready(needed)) is not None:
                     pass
-                if waiting and id(node) in made:
+                if waiting and id(node) in objects:
                     stack += reversed(waiting.pop(id(node), ()))
                 if needed is not None:
                     stack.append((node, steps, needed))
-                    stack += [(each, None, ()) for each in reversed(needed)]
+                    stack += [(part, None, ()) for part in reversed(needed)]
         except Malformed as error:
             error.position = getattr(node, "position", None)
             raise
         if waiting:
             raise Malformed("an object that can only be made from itself")
-        return root if type(root) in atoms else made[id(root)]
+        return root if type(root) in atoms else objects[id(root)]
 
     def _ready(self, nodes: Iterable[Any]) -> list[Any] | None:
         """The objects of nodes, if each is made or can be made in one step; else ``None``."""
-        atoms, made, make_ordinary = self._atoms, self.made, self._make_ordinary
+        atoms, objects, make_ordinary = self._atoms, self.objects, self._make_ordinary
         values: list[Any] = []
         append = values.append
         missing = False
@@ -156,60 +156,60 @@ class _Builder:
                 append(node)
                 continue
             ident = id(node)
-            value = made.get(ident)
-            if value is None and ident not in made:
+            value = objects.get(ident)
+            if value is None and ident not in objects:
                 value = make_ordinary(node)
                 if value is None:
                     missing = True
                     continue
-                made[ident] = value
+                objects[ident] = value
             append(value)
         return None if missing else values
 
     def _steps(self, node: Any) -> _Steps:
-        ident, kind, made = id(node), type(node), self.made
+        ident, kind, objects = id(node), type(node), self.objects
         if kind is Call:
             yield from self._call(node)
         elif kind is list:
             values: list[Any] = []
-            made[ident] = values
+            objects[ident] = values
             values += yield node
         elif kind is Dict:
             into: dict[Any, Any] = {}
-            made[ident] = into
+            objects[ident] = into
             _set_items(into, (yield node.items))
         elif kind is tuple:
-            made[ident] = node if all(type(child) in self._atoms for child in node) else tuple((yield node))
+            objects[ident] = node if all(type(child) in self._atoms for child in node) else tuple((yield node))
         elif kind is Set:
             from transload.loading.rebuild_tensors import value_of
 
             if node.frozen:
-                made[ident] = value_of("builtins.frozenset", ((yield node.items),))
+                objects[ident] = value_of("builtins.frozenset", ((yield node.items),))
             else:
-                made[ident] = members = set()
+                objects[ident] = members = set()
                 members |= value_of("builtins.set", ((yield node.items),))
         elif kind is bytearray or (kind is str and ident not in self._texts):
-            made[ident] = node
+            objects[ident] = node
         elif kind is bytes or kind is str:  # text of Python 2
             raw = node.encode() if kind is str else node
             try:
-                made[ident] = raw if self._encoding == "bytes" else raw.decode(self._encoding)
+                objects[ident] = raw if self._encoding == "bytes" else raw.decode(self._encoding)
             except UnicodeDecodeError as error:
                 what = f"Python 2 wrote text into it that is not {self._encoding}"
                 fix = "Pass encoding='latin1', or the encoding it was written in."
                 raise LoadError(what, fix=fix) from error
         elif kind is Global:
-            made[ident] = self._rebuilder.object_of(node)
+            objects[ident] = self._rebuilder.object_of(node)
         elif kind is Persistent:
-            made[ident] = self._rebuilder.persistent(node)
+            objects[ident] = self._rebuilder.persistent(node)
         else:
-            raise Malformed(_ODD.get(kind, "something that is not a value"))
+            raise Malformed(_NOT_VALUES.get(kind, "something that is not a value"))
 
     def _call(self, node: Call) -> _Steps:
         """Make the result of a call, then append to it, set its items and its state."""
         tensor = self._make_ordinary(node, self._checked)
         if tensor is not None:
-            self.made[id(node)] = tensor
+            self.objects[id(node)] = tensor
             return
         if type(node.args) is not tuple:
             raise Malformed("a call whose arguments are not a tuple")
@@ -222,35 +222,35 @@ class _Builder:
             if value:
                 from transload.loading.rebuild_tensors import value_of
 
-                made = value_of(value, tuple((yield node.args)))
+                result = value_of(value, tuple((yield node.args)))
             else:  # look up what is called first
-                target, *found = yield (node.callee, *node.args)
+                target, *args = yield (node.callee, *node.args)
                 kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
-                made = self._rebuilder.call_attribute(target, node.kind, tuple(found), kwargs)
+                result = self._rebuilder.call_attribute(target, node.kind, tuple(args), kwargs)
         elif type(callee) is not Global:
             raise Malformed("a call of something that is not a name")
         elif name in _FROM_TYPE:
             # Its first argument is a function, which is used by name: torch may no longer have it.
-            made = self._rebuilder.from_type(node.args[:1], (yield node.args[1:]))
+            result = self._rebuilder.from_type(node.args[:1], (yield node.args[1:]))
         elif name.startswith("numpy.") and (array := self._rebuilder.from_numpy(name, node)) is not None:
-            self.made[id(node)] = array
+            self.objects[id(node)] = array
             return
         else:
-            args = tuple((yield node.args))
+            args = yield node.args
             kwargs = {} if node.kwargs is None else (yield (node.kwargs,))[0]
             is_empty = name == _ORDERED and not args and node.kwargs is None
-            made = OrderedDict() if is_empty else self._rebuilder.call(name, callee, node.kind, args, kwargs)
-        self.made[id(node)] = made
+            result = OrderedDict() if is_empty else self._rebuilder.call(name, callee, node.kind, tuple(args), kwargs)
+        self.objects[id(node)] = result
         if node.appended:
-            self._rebuilder.append(made, (yield node.appended))
+            self._rebuilder.append(result, (yield node.appended))
         if node.items:
             values = yield node.items
-            if type(made) not in _MAPPINGS:
-                self._rebuilder.check_type(made, "are put into")
-            _set_items(made, values)
+            if type(result) not in _MAPPINGS:
+                self._rebuilder.check_type(result, "are put into")
+            _set_items(result, values)
         for state in (yield node.states) if node.states else ():
-            if type(made) is not OrderedDict:
-                self._rebuilder.set_state(made, state)
+            if type(result) is not OrderedDict:
+                self._rebuilder.set_state(result, state)
                 continue
             # Set attributes such as the _metadata of a state dict, but none that an OrderedDict has already.
             if not isinstance(state, Mapping):
@@ -259,16 +259,16 @@ class _Builder:
                 text = name.decode("latin-1") if type(name) is bytes else name  # encoding="bytes" makes it bytes
                 if type(text) is not str or hasattr(OrderedDict, text):
                     raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it already has")
-            vars(made).update(state)
+            vars(result).update(state)
 
     def _checked(self, entry: Entry, args: tuple[Any, ...]) -> Any:
         """A tensor whose offset, size or stride needs all checks; ``None`` if this torch does not have its dtype."""
         storage, _, (*_, dtype, _) = entry
         if dtype is None:
             return None
-        made = self._rebuilder.strided(storage, dtype, *args[1:4])
-        self.made[id(args[5])] = OrderedDict()
-        return self._rebuilder.finish(made, args[4], self.made[id(args[5])])
+        tensor = self._rebuilder.strided(storage, dtype, *args[1:4])
+        self.objects[id(args[5])] = OrderedDict()
+        return self._rebuilder.finish(tensor, args[4], self.objects[id(args[5])])
 
 
 def _name_of(node: Global) -> str:
@@ -308,14 +308,14 @@ def plain_tensors(
     import torch
 
     checkpoint = file.checkpoint
-    known: dict[Any, Entry] = entries(checkpoint.storages, storages, device_map)
-    made: dict[str, Any] = {}
+    by_id: dict[Any, Entry] = entries(checkpoint.storages, storages, device_map)
+    tensors: dict[str, Any] = {}
     for tensor in checkpoint.tensors:
-        entry = known.get(tensor.storage)
+        entry = by_id.get(tensor.storage)
         if entry is not None and entry[2][4] == tensor.dtype:
-            found = tensor_view(entry, tensor.offset, tensor.shape, tensor.stride)
-            if found is not None:
-                made[tensor.name] = found
+            view = tensor_view(entry, tensor.offset, tensor.shape, tensor.stride)
+            if view is not None:
+                tensors[tensor.name] = view
                 continue
         # It is empty, on the meta device, or cannot be made.
         where = f"{checkpoint.path} › {tensor.name}"
@@ -327,13 +327,13 @@ def plain_tensors(
             raise BrokenFileError("its bytes are not in the file", where=where)
         from transload.loading.rebuild_tensors import Rebuilder
 
-        rebuilder = Rebuilder(file, known, device_map, fake=is_fake_mode())
+        rebuilder = Rebuilder(file, by_id, device_map, fake=is_fake_mode())
         try:
-            made[tensor.name] = rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
+            tensors[tensor.name] = rebuilder.strided(entry[0], dtype, tensor.offset, tensor.shape, tensor.stride)
         except Malformed as error:
             error.where = where
             raise
-    return made
+    return tensors
 
 
 # -- ordinary tensors
@@ -376,15 +376,15 @@ def entries(
     """The entry of each storage, by id."""
     by_tag = bool(device_map.locations)  # a map_location function may put storages of one tag on several devices
     kinds: dict[tuple[str, Any], Kind] = {}
-    found: dict[str, Entry] = {}
-    for each in storages:
-        storage = loaded[each.id]
-        key = each.dtype, each.device if by_tag else storage.device
+    by_id: dict[str, Entry] = {}
+    for storage in storages:
+        untyped = loaded[storage.id]
+        key = storage.dtype, storage.device if by_tag else untyped.device
         kind = kinds.get(key)
         if kind is None:
-            kind = kinds[key] = kind_of(each.dtype, storage.device)
-        found[each.id] = storage, storage.nbytes(), kind
-    return found
+            kind = kinds[key] = kind_of(storage.dtype, untyped.device)
+        by_id[storage.id] = untyped, untyped.nbytes(), kind
+    return by_id
 
 
 def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tensor | None:
@@ -409,8 +409,8 @@ def tensor_view(entry: Entry, offset: Any, size: Any, stride: Any) -> torch.Tens
     return empty.data.set_(storage, offset, size, stride) if end <= nbytes else None
 
 
-def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Global, str]) -> Callable[..., Any]:
-    """Return a function that makes the tensor or parameter of a call, and puts its hooks into ``made``.
+def ordinary(storages: Mapping[str, Entry], objects: dict[int, Any], names: Mapping[Global, str]) -> Callable[..., Any]:
+    """Return a function that makes the tensor or parameter of a call, and puts its hooks into ``objects``.
 
     It returns ``None`` for any other node. Its second argument, if given, is called with the entry and the arguments
     of a tensor whose offset, size or stride needs all checks. ``names`` are the current names of the file's globals.
@@ -435,9 +435,9 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         pid = storage.id if type(storage) is Persistent else None
         if type(pid) is not tuple or not (len(pid) == 5 or (len(pid) == 6 and pid[5] is None)):
             return None
-        entry = known.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
+        entry = storages.get(pid[2]) if pid[0] == "storage" and type(pid[2]) is str else None
         # The ids of an empty storage may name different classes.
-        if entry is None or not entry[1] or id(hooks) in made or not is_empty_call(hooks, ordered_dict):
+        if entry is None or not entry[1] or id(hooks) in objects or not is_empty_call(hooks, ordered_dict):
             return None
         if dtype is not None:  # newer dtypes have no storage class: they are an argument
             untyped, nbytes, _ = entry
@@ -445,14 +445,13 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
             if key not in kinds:
                 kinds[key] = kind_of(key[0].removeprefix("torch."), untyped.device)
             entry = untyped, nbytes, kinds[key]
-        tensor: Any = (
-            tensor_view(entry, offset, size, stride) if grad is False or (grad is True and entry[2][2]) else None
-        )
+        is_usual = grad is False or (grad is True and entry[2][2])
+        tensor: Any = tensor_view(entry, offset, size, stride) if is_usual else None
         if tensor is None:
             return None if otherwise is None else otherwise(entry, args)
         if grad:
             tensor.requires_grad = True
-        made[id(hooks)] = tensor._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
+        objects[id(hooks)] = tensor._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
         return tensor
 
     def make_parameter(node: Any, otherwise: Callable[..., Any] | None = None) -> Any:
@@ -461,17 +460,17 @@ def ordinary(known: Mapping[str, Entry], made: dict[int, Any], names: Mapping[Gl
         if type(node.args) is not tuple or len(node.args) != 3 or node.states or node.items or node.appended:
             return None
         data, grad, hooks = node.args
-        if type(grad) is not bool or id(hooks) in made or not is_empty_call(hooks, ordered_dict):
+        if type(grad) is not bool or id(hooks) in objects or not is_empty_call(hooks, ordered_dict):
             return None
-        tensor = None if id(data) in made or node.kwargs is not None else make(data)
+        tensor = None if id(data) in objects or node.kwargs is not None else make(data)
         if tensor is None:
             return None
-        made[id(data)] = tensor
+        objects[id(data)] = tensor
         if grad and not (tensor.is_floating_point() or tensor.is_complex()):
             return None
-        found: Any = Parameter(tensor, grad)
-        made[id(hooks)] = found._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
-        return found
+        wrapped: Any = Parameter(tensor, grad)
+        objects[id(hooks)] = wrapped._backward_hooks = OrderedDict()  # noqa: SLF001 - torch has no public way
+        return wrapped
 
     return make if parameter is _ABSENT else make_parameter
 

@@ -35,7 +35,7 @@ from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading import ReadOptions, read_storages
 from transload.loading.build import build_object, is_fake_mode
-from transload.loading.placement import DeviceMap, plan_here
+from transload.loading.placement import DeviceMap, listed, plan_here
 from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.opening import CheckpointFile, OpenCheckpoint, fill
 from transload.opening.elements import Elements, MissingBytesError, Read
@@ -80,8 +80,8 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     """
     import torch
 
-    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if dtype is not None and not isinstance(found, torch.dtype):
+    wanted = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(wanted, torch.dtype):
         raise UsageError(f"{dtype!r} is not a dtype", fix="Pass one of torch's, such as torch.bfloat16.")
     opened = TensorReader(f, device)
     try:
@@ -90,7 +90,7 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     except BaseException:
         opened.close()
         raise
-    return Handle(opened, found)
+    return Handle(opened, wanted)
 
 
 class Handle(Mapping[str, "torch.Tensor"]):
@@ -130,8 +130,8 @@ class Handle(Mapping[str, "torch.Tensor"]):
         for leaf in checkpoint.leaves:
             if leaf.name in out:
                 continue
-            found = opened.node(leaf.path)
-            node = found[1] if found else leaf
+            place = opened.node(leaf.path)
+            node = place[1] if place else leaf
             raw = raw_bytes(node) if type(node) is Call else None
             value: Any = node if raw is None else bytes(raw)
             if not isinstance(value, bool | int | float | str | bytes | None):  # fall back to its text
@@ -159,16 +159,16 @@ class Handle(Mapping[str, "torch.Tensor"]):
 
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:
         self._opened.check_open()
-        found = self._paths.get(name) if isinstance(name, tuple) else self._names.get(name)
-        if found is not None:
-            return found
+        tensor = self._paths.get(name) if isinstance(name, tuple) else self._names.get(name)
+        if tensor is not None:
+            return tensor
         text = "/".join(map(str, name)) if isinstance(name, tuple) else str(name)
         if any(leaf.name == text for leaf in self.checkpoint.leaves):
             raise KeyError(f"{text!r} is not a tensor: its value is in metadata[{text!r}]")
         from difflib import get_close_matches
 
-        below = [known for known in self._names if known.startswith(f"{text}/")]
-        ending = [known for known in self._names if known.endswith((f"/{text}", f".{text}"))]
+        below = [other for other in self._names if other.startswith(f"{text}/")]
+        ending = [other for other in self._names if other.endswith((f"/{text}", f".{text}"))]
         near = below[:3] or ending[:3] or get_close_matches(text, self._names, 3)
         raise KeyError(f"there is no tensor {text!r}" + (f"; similar: {', '.join(near)}" if near else ""))
 
@@ -292,11 +292,11 @@ class TensorReader(OpenCheckpoint):
 
         where = torch.device(device)
         layout, reads, rest = self._reads(tensor, index)
-        own = self._dtype_of(tensor)
-        wanted = dtype if dtype is not None and own.is_floating_point else own
+        saved = self._dtype_of(tensor)
+        wanted = dtype if dtype is not None and saved.is_floating_point else saved
         if where.type == "meta" or is_fake_mode():
             return torch.empty_strided(layout.shape, layout.stride, dtype=wanted, device=where)[rest]
-        same_bytes = wanted == own and not any(_needs_conversion(read.elements) for read in reads)
+        same_bytes = wanted == saved and not any(read.elements.differ(sys.byteorder) for read in reads)
         straight = same_bytes and layout.extent <= layout.numel and can_read_to(where.type)
         try:
             stride = layout.stride if straight else contiguous(layout.shape)
@@ -347,8 +347,8 @@ class TensorReader(OpenCheckpoint):
             self._reads(tensor, ())
             return
         if tensor.kind != "meta" and not (tensor.kind == "device" and tensor.parts):
-            found = self.node(tensor.path)
-            if found is None or type(found[1]) is not Call:
+            place = self.node(tensor.path)
+            if place is None or type(place[1]) is not Call:
                 kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
                 what = f"{tensor.name or 'the tensor'} is {kind}, which cannot be read alone"
                 raise LoadError(what, where=self.checkpoint.path, fix="Load the whole file instead.")
@@ -363,25 +363,25 @@ class TensorReader(OpenCheckpoint):
 
         self.check(tensor)
         if tensor.kind == "meta":
-            made = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype), device="meta")
+            whole = torch.empty_strided(tensor.shape, tensor.stride, dtype=getattr(torch, tensor.dtype), device="meta")
         elif tensor.kind == "device" and tensor.parts:
-            made = self.read(tensor.parts[0]).to(getattr(torch, tensor.dtype))
+            whole = self.read(tensor.parts[0]).to(getattr(torch, tensor.dtype))
         else:  # by the call in the pickle, as load() would
-            found = self.node(tensor.path)
-            made = build_node(*found) if found else None
-            if not isinstance(made, torch.Tensor):
+            place = self.node(tensor.path)
+            whole = build_node(*place) if place else None
+            if not isinstance(whole, torch.Tensor):
                 raise BrokenFileError(f"{tensor.name} is not a tensor", where=self.checkpoint.path)
-            made = made.detach() if made.requires_grad else made
+            whole = whole.detach() if whole.requires_grad else whole
         if type(index) is not tuple or index:
             try:
-                made = made[index]
+                whole = whole[index]
             except (NotImplementedError, RuntimeError) as error:
                 what = f"torch cannot take a part of {tensor.name or 'the tensor'}, which is {tensor.kind}: {error}"
                 raise LoadError(what, where=self.checkpoint.path, fix="Read the whole tensor.") from error
-        wanted = dtype if dtype is not None and made.dtype.is_floating_point else made.dtype
+        wanted = dtype if dtype is not None and whole.dtype.is_floating_point else whole.dtype
         # A subclass may not support ``.to``, even to the device and dtype it has.
-        stays = made.is_meta or (made.device, made.dtype) == (torch.device(device), wanted)
-        return made if stays else made.to(device, wanted)
+        stays = whole.is_meta or (whole.device, whole.dtype) == (torch.device(device), wanted)
+        return whole if stays else whole.to(device, wanted)
 
     def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         import torch
@@ -401,30 +401,30 @@ class TensorReader(OpenCheckpoint):
         index are torch's.
         """
         self._dtype_of(tensor)
-        view, rest = View(tensor.shape, tensor.stride, tensor.offset), ()
+        shape, rest = tensor.shape, ()
         try:
             if type(index) is tuple and not index:
                 reads = self.elements.reads(tensor)
             elif tensor.kind == "sharded":
                 box, rest = _bounds(tensor.shape, _basic(index))
-                reads, view = self.elements.reads(tensor, box), View(box.shape, ())
+                reads, shape = self.elements.reads(tensor, box), box.shape
             else:
-                view = self._part(tensor, view, _basic(index))
+                view = self._part(tensor, _basic(index))
                 reads = [Read(self.elements.elements(tensor, view), Box((0,) * len(view.shape), view.shape))]
         except ContentError as error:
             raise BrokenFileError(error.what, where=error.where, fix=error.fix) from error
-        return view if tensor.kind == "strided" else View(view.shape, contiguous(view.shape)), reads, rest
+        return reads[0].elements.view if tensor.kind == "strided" else View(shape, contiguous(shape)), reads, rest
 
-    def _part(self, tensor: Tensor, view: View, steps: tuple[Any, ...]) -> View:
+    def _part(self, tensor: Tensor, steps: tuple[Any, ...]) -> View:
         """The view of the elements that a basic index selects."""
         import torch
 
         try:
-            whole = torch.empty_strided(view.shape, view.stride, dtype=torch.uint8, device="meta")
+            whole = torch.empty_strided(tensor.shape, tensor.stride, dtype=torch.uint8, device="meta")
         except RuntimeError as error:
             raise BrokenFileError(f"torch cannot represent it: {error}", where=self._place(tensor)) from error
         part = whole[steps]
-        return View(tuple(part.shape), part.stride(), view.offset + part.storage_offset())
+        return View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
 
     def _fill(self, jobs: Iterable[tuple[Tensor, Read, torch.Tensor]], settings: Settings = _DEFAULT) -> None:
         """Read elements into their boxes of tensors: straight into memory where it has the same bytes."""
@@ -432,7 +432,7 @@ class TensorReader(OpenCheckpoint):
         for tensor, (elements, into), whole in jobs:
             target = whole if into.shape == tuple(whole.shape) else whole[into.slices]
             dtype = self._dtype_of(tensor)
-            direct = target.dtype == dtype and can_read_to(target.device.type) and not _needs_conversion(elements)
+            direct = target.dtype == dtype and can_read_to(target.device.type) and not elements.differ(sys.byteorder)
             if direct and elements.view.has_layout(tuple(target.shape), target.stride()):
                 straight.setdefault(elements.source.streams > 1, []).append((tensor, elements, target))
             else:
@@ -444,8 +444,10 @@ class TensorReader(OpenCheckpoint):
         self, parts: Sequence[tuple[Tensor, Elements, torch.Tensor]], settings: Settings = _DEFAULT
     ) -> None:
         """Read elements straight into the memory of tensors."""
-        ranges = [(each.source, each.offset, each.nbytes, str(target.device)) for _, each, target in parts]
-        addresses = [target.data_ptr() for _, _, target in parts]
+        ranges, addresses = [], []
+        for _, elements, target in parts:
+            ranges.append((elements.source, elements.offset, elements.nbytes, str(target.device)))
+            addresses.append(target.data_ptr())
         try:
             fill(ranges, addresses.__getitem__, settings)
         except ShortReadError as end:
@@ -489,17 +491,15 @@ def build_node(file: CheckpointFile, node: object, device_map: DeviceMap | None 
 
     main = next(pickle for pickle in file.checkpoint.pickles if pickle.main)
     nodes = list(walk_nodes([node]))
-    names = {id(each) for each in nodes if type(each) is Global}
-    ids = [each.id for each in nodes if type(each) is Persistent]
-    keys = {str(each[2]) for each in ids if type(each) is tuple and len(each) > 2}
+    names = {id(inner) for inner in nodes if type(inner) is Global}
+    ids = [inner.id for inner in nodes if type(inner) is Persistent]
+    keys = {str(pid[2]) for pid in ids if type(pid) is tuple and len(pid) > 2}
     part = copy(main)
     part.root = node
     part.globals = {key: name for key, name in main.globals.items() if id(name) in names}
     refused = sorted(name.full_name for name in Allowed().refused([part]))
     if refused:
-        *others, last = refused
-        what = f"building it needs {', '.join(others)} and {last}, which are not allowed"
-        what = what if others else f"building it needs {last}, which is not allowed"
+        what = f"building it needs {listed(refused)}, which {'are' if refused[1:] else 'is'} not allowed"
         fix = "transload.load(path, weights_only=False) builds it, if you trust the author of the file."
         raise UnsafeError(what, where=file.checkpoint.path, fix=fix)
     device_map = device_map or DeviceMap(plan_here(file.checkpoint, "cpu", 0), "cpu", file.checkpoint.path)
@@ -549,11 +549,6 @@ def _bounds(shape: tuple[int, ...], steps: tuple[Any, ...]) -> tuple[Box, tuple[
         spans.append((chosen[0], chosen[-1] + 1 - chosen[0]) if chosen else (0, 0))
         rest.append(slice(None, None, chosen.step) if isinstance(step, slice) else 0)
     return Box(tuple(start for start, _ in spans), tuple(size for _, size in spans)), tuple(rest)
-
-
-def _needs_conversion(elements: Elements) -> bool:
-    """Whether the bytes in the file differ from those torch has in memory."""
-    return bool(elements.flags) or (elements.swapped != (sys.byteorder == "big") and elements.itemsize > 1)
 
 
 def _has_plain_memory(target: torch.Tensor) -> bool:

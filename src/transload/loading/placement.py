@@ -223,8 +223,8 @@ def plan_blocks(plan: Plan) -> Iterator[Block]:
         target = "undecided" if move.device == UNDECIDED else printable(move.device, 24) or "nowhere"
         role = "bad" if not move.device else "trust" if move.moved else "good"
         why = ((printable(move.why, None), "" if move.moved else "dim"),)
-        there = (("→ ", "dim"), (target, role))
-        rows.append((listed([move.tag]), there, why, plural(move.tensors, "tensor"), size(move.nbytes)))
+        arrow = (("→ ", "dim"), (target, role))
+        rows.append((listed([move.tag]), arrow, why, plural(move.tensors, "tensor"), size(move.nbytes)))
     yield Table(rows, right=(4,), dim=(3,), drops=(3, 4))
     if len(plan.moves) > _TAGS:
         yield note(f"… and {len(plan.moves) - _TAGS:,} more devices")
@@ -260,21 +260,21 @@ def place(checkpoint: Checkpoint, devices: Devices, map_location: MapLocation = 
     if is_device_list(map_location):
         return _first_available(checkpoint, devices, map_location)
     # The totals of each tag, the one with the most bytes first; shared storages count once.
-    found: dict[str, _Total] = defaultdict(_Total)
+    by_tag: dict[str, _Total] = defaultdict(_Total)
     # A tensor that is rebuilt on a device has a CPU tensor in the file, which is copied to the device.
     sized: list[Storage | Tensor] = [*checkpoint.storages]
     sized += [tensor for tensor in checkpoint.tensors if tensor.kind == "device"]
-    for each in sized:
-        total = found[each.device]
-        total.nbytes += each.nbytes
-        total.bfloat16_nbytes += each.nbytes // _HALVED.get(each.dtype, 1)
+    for item in sized:
+        total = by_tag[item.device]
+        total.nbytes += item.nbytes
+        total.bfloat16_nbytes += item.nbytes // _HALVED.get(item.dtype, 1)
     tensors: Sequence[Storage | Tensor] = checkpoint.storages if checkpoint.counted else checkpoint.tensors
-    for (tag, dtype), count in Counter((each.device, each.dtype) for each in tensors).items():
-        found[tag].wide |= dtype in _WIDE
-        found[tag].tensors += 0 if checkpoint.counted else count
+    for (tag, dtype), count in Counter((tensor.device, tensor.dtype) for tensor in tensors).items():
+        by_tag[tag].wide |= dtype in _WIDE
+        by_tag[tag].tensors += 0 if checkpoint.counted else count
     for tag, count in checkpoint.counted:
-        found[tag].tensors += count
-    totals = dict(sorted(found.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
+        by_tag[tag].tensors += count
+    totals = dict(sorted(by_tag.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
     automatic = isinstance(map_location, str) and map_location == AUTO
     refused, fix = "", "Ask for a device that is here, or leave map_location out."
     chosen: Mapping[str, _Chosen]
@@ -331,7 +331,7 @@ def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, ar
     """The plan for torch's devices; ``NoDeviceError``, which calls map_location ``argument``, if there is none."""
     choice = map_location if is_device_list(map_location) else ()
     # Try the devices of a list one by one: those after the first that is here must not be initialised.
-    tries = [(each, choice[:count]) for count, each in enumerate(choice, 1)] or [(map_location, map_location)]
+    tries = [(device, choice[:count]) for count, device in enumerate(choice, 1)] or [(map_location, map_location)]
     tags = tags_of(checkpoint)
     for device, devices in tries:
         plan = place(checkpoint, devices_here(wanted_devices(tags, device), nbytes), devices)
@@ -345,7 +345,7 @@ def plan_here(checkpoint: Checkpoint, map_location: MapLocation, nbytes: int, ar
 
 def tags_of(checkpoint: Checkpoint) -> list[str]:
     """The devices that the storages and tensors of a checkpoint are tagged with."""
-    saved = (each.device for items in (checkpoint.storages, checkpoint.tensors) for each in items)
+    saved = (item.device for items in (checkpoint.storages, checkpoint.tensors) for item in items)
     counted = (tag for tag, _ in checkpoint.counted)
     return [*dict.fromkeys((*saved, *counted))]
 
@@ -376,9 +376,7 @@ def _first_available(checkpoint: Checkpoint, devices: Devices, names: Sequence[M
         lost += missing[:1]
         reasons += [] if missing else [plan.refused]
     if lost:
-        here = listed([device.name for device in devices.available])
-        reasons.insert(0, f"there is no {listed(lost, 'or')} here, only {here}")
-        reasons += [devices.absent] if devices.absent else []
+        reasons.insert(0, missing_here(lost, devices))
     fix = "Add a device that is here, or 'auto', at the end of map_location."
     return Plan(plan.moves, refused="; ".join(reasons), fix=(fix,))
 
@@ -401,12 +399,14 @@ def _name_of(device: Any) -> str:
 def _requested_device(tag: str, wanted: Mapping[Any, Any], devices: Devices, *, wide: bool) -> _Chosen:
     """The device wanted for a tag, or the tag itself; empty if that is not here."""
     name = _name_of(wanted.get(tag, tag))
-    found = None if name == "meta" else devices.get(name)
-    if found is None and name != "meta":
-        return "", "lost", name
-    if found is not None and found.name == "mps" and wide:
-        return "", "float64", found.name
-    return found.name if found else name, "asked" if tag in wanted else "saved", ""
+    if name != "meta":
+        device = devices.get(name)
+        if device is None:
+            return "", "lost", name
+        name = device.name
+        if name == "mps" and wide:
+            return "", "float64", name
+    return name, "asked" if tag in wanted else "saved", ""
 
 
 def _auto_device(tag: str, devices: Devices, spread: Mapping[str, str], *, wide: bool) -> _Chosen:

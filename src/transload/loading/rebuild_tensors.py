@@ -28,6 +28,7 @@ from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.errors import LoadError, Malformed, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS, NUMPY_SCALARS, array_of, dtype_of, raw_bytes
 from transload.formats.rebuild_facts import MAX_RANK
+from transload.geometry import View
 from transload.judge.names import can_be_allowed
 from transload.loading.placement import DeviceMap
 from transload.loading.refusal import Allowed, name_of, weights_only_error
@@ -54,17 +55,17 @@ _WRAPPERS: dict[type, tuple[str, type]] = {
 class Rebuilder:
     """Makes the tensors and values of one load; ``call`` by the name of a function, ``persistent`` by an id.
 
-    ``known`` are the storages that were read, by key. A tar archive also describes tensors outside its pickle.
+    ``loaded`` are the storages that were read, by key. A tar archive also describes tensors outside its pickle.
     """
 
-    def __init__(self, file: CheckpointFile, known: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
+    def __init__(self, file: CheckpointFile, loaded: Mapping[str, Entry], device_map: DeviceMap, *, fake: bool) -> None:
         import torch
 
         self._torch = torch
         self._device_map = device_map
         self._allowed = Allowed()
-        self._known = known
-        self._made: dict[tuple[str, object], Any] = {}
+        self._loaded = loaded
+        self._built: dict[tuple[str, object], Any] = {}
         """Typed storages, their parts, and the tensors of a tar archive."""
         # What torch does with a loaded tensor under FakeTensorMode.
         self._faked = getattr(torch._utils, "_restore_device_fake_mode", None) if fake else None  # noqa: SLF001 - torch has no public way
@@ -110,10 +111,10 @@ class Rebuilder:
 
     def object_of(self, node: Global) -> Any:
         """The object of an allowed name; ``UnsafeError`` for any other name."""
-        found = self._allowed.object_of(node)
-        if found is None:
+        target = self._allowed.object_of(node)
+        if target is None:
             raise UnsafeError(weights_only_error(f"it names {node.full_name}, which is not allowed", node))
-        return found
+        return target
 
     def _run(self, name: str, target: Any, args: Args, kwargs: Any = None, how: str = "reduce") -> Any:
         """Call what the program has allowed, as pickle would."""
@@ -129,50 +130,50 @@ class Rebuilder:
             what = f"{name} failed on what the file gives it: {type(error).__name__}: {error}"
             raise LoadError(what) from error
 
-    def append(self, made: Any, values: list[Any]) -> None:
+    def append(self, target: Any, values: list[Any]) -> None:
         """Append values to the result of a call."""
-        if type(made) not in (list, set, deque):
-            self.check_type(made, "are appended to")
-        add = getattr(made, "extend", None) or getattr(made, "update", None)
-        self._run(f"appending to {type(made).__name__}", add, (values,))
+        if type(target) not in (list, set, deque):
+            self.check_type(target, "are appended to")
+        add = getattr(target, "extend", None) or getattr(target, "update", None)
+        self._run(f"appending to {type(target).__name__}", add, (values,))
 
-    def set_state(self, made: Any, state: Any) -> None:
+    def set_state(self, target: Any, state: Any) -> None:
         """Do what the opcode BUILD does, for values and allowed classes."""
-        kind = type(made)
+        kind = type(target)
         if kind in (self._torch.Tensor, self._torch.nn.Parameter):  # saved by releases before 0.4
             if type(state) is not tuple or len(state) not in (3, 4, 5):
                 raise Malformed("a tensor whose state is not that of a tensor")
             if len(state) == 4:
                 storage, dtype = self._storage(state[0])
                 self._check(storage, dtype, *state[1:])
-                made.set_(storage, *state[1:])
+                target.set_(storage, *state[1:])
                 return
             if len(state) == 5:
-                made.data = self._tensor(state[0], "the data of a variable")
+                target.data = self._tensor(state[0], "the data of a variable")
                 state = (state[3], state[4], state[2])
-            made.requires_grad = False
-            self.finish(made, state[0], state[2])
+            target.requires_grad = False
+            self.finish(target, state[0], state[2])
         elif kind in (argparse.Namespace, types.SimpleNamespace):
             if type(state) is not dict or any(type(key) is not str for key in state):
                 raise Malformed("a namespace whose values have no names")
-            vars(made).update(state)
+            vars(target).update(state)
         elif kind in _WRAPPERS:
             name, expected = _WRAPPERS[kind]
             if type(state) is not dict or [*state] != [name] or type(state[name]) is not expected:
                 raise Malformed(f"a {kind.__name__} with a state that Python does not write")
-            vars(made).update(state)
+            vars(target).update(state)
         elif kind is uuid.UUID:
             number = state.get("int") if type(state) is dict else None
             if type(number) is not int or not 0 <= number < 1 << 128:
                 raise Malformed("an identifier that is not a number of 128 bits")
-            made.__setstate__({"int": number})
+            target.__setstate__({"int": number})
         else:
-            self.check_type(made, "are given as state to")
-            self._run(f"the state of {kind.__name__}", _set_object_state, (made, state))
+            self.check_type(target, "are given as state to")
+            self._run(f"the state of {kind.__name__}", _set_object_state, (target, state))
 
-    def check_type(self, made: Any, how: str) -> None:
+    def check_type(self, target: Any, how: str) -> None:
         """Raise unless the program has allowed the class of an object, whose methods are about to be called."""
-        kind = type(made)
+        kind = type(target)
         if self._allowed.allows(kind):
             return
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -203,13 +204,13 @@ class Rebuilder:
             raise Malformed("an array with more or fewer bytes than its shape has")
         steps = tuple(step * dtype.itemsize for step in array.stride)
         try:
-            made = np.ndarray(array.shape, stored, raw or bytearray(), 0, steps)
+            values = np.ndarray(array.shape, stored, raw or bytearray(), 0, steps)
             if raw:  # numpy.core.multiarray._reconstruct gives native byte order
-                own = np.dtype(dtype.code) if name.endswith("._reconstruct") else stored
-                made = made.astype(own, "K") if own != stored else made.copy("K")
+                native = np.dtype(dtype.code) if name.endswith("._reconstruct") else stored
+                values = values.astype(native, "K") if native != stored else values.copy("K")
         except ValueError as error:  # an empty array may claim any size in the other dimensions
             raise Malformed(f"an array that numpy cannot make: {error}") from error
-        return made[()] if name in NUMPY_SCALARS else made
+        return values[()] if name in NUMPY_SCALARS else values
 
     # -- persistent ids
 
@@ -217,10 +218,10 @@ class Rebuilder:
         """The typed storage that an id names, in older formats also a class or tensor; the same object each time."""
         name = "" if type(node.id) is tuple else str(node.id)
         if name in self._tar_tensors:
-            if ("tensor", name) not in self._made:
+            if ("tensor", name) not in self._built:
                 storage, *rest = self._tar_tensors[name]
-                self._made["tensor", name] = self._make_tensor(self._storage_of(storage), *rest)
-            return self._made["tensor", name]
+                self._built["tensor", name] = self._make_tensor(self._storage_of(storage), *rest)
+            return self._built["tensor", name]
         named = None if storage_id(node) else module_class(node)
         return self.object_of(named) if type(named) is Global else self._storage_of(node)
 
@@ -231,9 +232,9 @@ class Rebuilder:
         if not pid:
             raise Malformed("an id that does not name a storage")
         key = pid[2].decode() if type(pid[2]) is bytes else str(pid[2])
-        if key not in self._known:
+        if key not in self._loaded:
             raise Malformed(f"an id that names the storage {key[:40]!r}, which is not in the file")
-        storage, nbytes, (*_, dtype, name) = self._known[key]
+        storage, nbytes, (*_, dtype, name) = self._loaded[key]
         if not nbytes:  # an empty storage may have several dtypes: each id has one
             if type(pid[1]) is Global:
                 name = STORAGES.get(pid[1].name.rpartition(".")[2], name)
@@ -244,7 +245,7 @@ class Rebuilder:
         view, untyped = pid[5] if len(pid) == 6 else None, storage
         if not nbytes:  # like torch, a new one for each tensor
             untyped = self._torch.UntypedStorage(0, device=storage.device)
-        made_key: tuple[str, object] = ("whole", key)
+        built_key: tuple[str, object] = ("whole", key)
         if view is not None:
             match view:  # a part of a storage: key, first element, elements
                 case (str() | bytes() as part, int() as first, int() as count) if first >= 0 and count >= 0:
@@ -253,11 +254,11 @@ class Rebuilder:
                     raise Malformed("a part of a storage that is not described by a key and two numbers")
             if (first + count) * width > storage.nbytes():
                 raise Malformed("a part of a storage that reaches beyond it")
-            made_key, untyped = ("view", part), storage[first * width : (first + count) * width]
-        if made_key not in self._made or not nbytes:
+            built_key, untyped = ("view", part), storage[first * width : (first + count) * width]
+        if built_key not in self._built or not nbytes:
             # TypedStorage is deprecated, and has no public constructor.
-            self._made[made_key] = self._torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
-        return self._made[made_key]
+            self._built[built_key] = self._torch.storage.TypedStorage(wrap_storage=untyped, dtype=dtype, _internal=True)
+        return self._built[built_key]
 
     # -- checked arguments
 
@@ -285,16 +286,14 @@ class Rebuilder:
             raise Malformed("a tensor whose offset, size or stride is not an integer")
         if len(size) != len(stride):
             raise Malformed(f"a tensor with {len(size)} sizes and {len(stride)} strides")
-        end, numel = offset + 1, 1
-        for count, step in zip(size, stride, strict=True):
-            numel *= count
-            end += (count - 1) * step
+        view = View(size, stride)
+        end, numel = offset + view.extent, view.numel
         if numel >= MAX_SIZE:
             raise Malformed("a tensor with more elements than torch can count")
         device, name = storage.device, str(dtype).removeprefix("torch.")
         # The size of a dtype that is newer than our list is torch's.
-        known = name in ITEMSIZE
-        nbytes = itemsize(name, end) if known else end * self._torch.empty((), dtype=dtype).element_size()
+        newer = name not in ITEMSIZE
+        nbytes = end * self._torch.empty((), dtype=dtype).element_size() if newer else itemsize(name, end)
         # A meta storage has no memory, and older releases of torch resize it with every view.
         if numel and nbytes > storage.nbytes() and device.type != "meta":
             raise Malformed(f"a tensor that reaches beyond its storage of {storage.nbytes():,} bytes")
@@ -307,31 +306,31 @@ class Rebuilder:
         empty = self._torch.empty((0,), dtype=dtype, device=self._check(storage, dtype, offset, size, stride))
         return empty.set_(storage, offset, size, stride)
 
-    def finish(self, made: Any, grad: object, hooks: object, flags: object = None) -> Any:
+    def finish(self, tensor: Any, grad: object, hooks: object, flags: object = None) -> Any:
         """Set ``requires_grad``, the hooks, and the conjugate and negative bits."""
         if grad is True:
-            if not (made.is_floating_point() or made.is_complex()):
-                raise Malformed(f"a tensor of {made.dtype} that requires gradients")
-            made.requires_grad = True
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise Malformed(f"a tensor of {tensor.dtype} that requires gradients")
+            tensor.requires_grad = True
         elif grad is not False:
             raise Malformed("a tensor whose requires_grad is not true or false")
         if flags:
             if type(flags) is not dict or any(type(flag) is not bool for flag in flags.values()):
                 raise Malformed("a tensor with flags that are not true or false")
-            self._torch._utils.set_tensor_metadata(made, flags)  # noqa: SLF001 - torch has no public way
-        made._backward_hooks = hooks  # noqa: SLF001 - the same
-        return made if self._faked is None else self._faked(made)
+            self._torch._utils.set_tensor_metadata(tensor, flags)  # noqa: SLF001 - torch has no public way
+        tensor._backward_hooks = hooks  # noqa: SLF001 - the same
+        return tensor if self._faked is None else self._faked(tensor)
 
-    def _with_state(self, made: Any, state: object) -> Any:
+    def _with_state(self, tensor: Any, state: object) -> Any:
         """Set the attributes of a tensor: a dictionary, or a pair of them if its class has slots."""
         parts = state if type(state) is tuple else (state,)
         if len(parts) > 2 or any(part is not None and type(part) is not dict for part in parts):
             raise Malformed("a tensor whose state does not name attributes")
         names = [name for part in parts if part for name in part]
-        odd = next((name for name in names if type(name) is not str or name.startswith("__")), None)
-        if odd is not None:
-            raise Malformed(f"a tensor whose state sets the attribute {str(odd)[:60]!r}")
-        return self._torch._utils._set_obj_state(made, state)  # noqa: SLF001 - as torch.load does
+        for name in names:
+            if type(name) is not str or name.startswith("__"):
+                raise Malformed(f"a tensor whose state sets the attribute {str(name)[:60]!r}")
+        return self._torch._utils._set_obj_state(tensor, state)  # noqa: SLF001 - as torch.load does
 
     def from_type(self, function: Args, values: list[Any]) -> Any:
         """``torch._tensor._rebuild_from_type_v2(function, class, arguments, state)``: a tensor of a subclass."""
@@ -341,17 +340,19 @@ class Rebuilder:
         if type(args) is not tuple:
             raise Malformed("a tensor made of arguments that are not a tuple")
         name = name_of(function[0])
-        known = name in self._MAKERS
-        made = self._rebuild(name, args) if known else self._run(name, self._allowed.user(function[0]), args)
-        tensor: Any = self._torch.Tensor
-        if not isinstance(made, tensor) or not isinstance(kind, type) or not issubclass(kind, tensor):
+        if name in self._MAKERS:
+            tensor = self._rebuild(name, args)
+        else:
+            tensor = self._run(name, self._allowed.user(function[0]), args)
+        tensor_class: Any = self._torch.Tensor
+        if not isinstance(tensor, tensor_class) or not isinstance(kind, type) or not issubclass(kind, tensor_class):
             raise Malformed("a tensor of a class that is not a tensor class")
-        if type(made) is not kind:
-            made = made.as_subclass(kind)
-        if getattr(kind, "__setstate__", tensor.__setstate__) is tensor.__setstate__:
-            return self._with_state(made, state)
-        made.__setstate__(state)
-        return made
+        if type(tensor) is not kind:
+            tensor = tensor.as_subclass(kind)
+        if getattr(kind, "__setstate__", tensor_class.__setstate__) is tensor_class.__setstate__:
+            return self._with_state(tensor, state)
+        tensor.__setstate__(state)
+        return tensor
 
     # -- torch's rebuild functions
 
@@ -404,8 +405,8 @@ class Rebuilder:
                 count = len(part) if is_list else self._tensor(part, "a quantized tensor with a scale").numel()
                 if count != size[axis]:
                     raise Malformed("a quantized tensor with more or fewer scales than channels")
-        made = torch._utils._rebuild_qtensor(storage, offset, size, stride, quantizer, False, hooks)  # noqa: SLF001 - as torch.load does
-        return self.finish(made, grad, hooks)
+        tensor = torch._utils._rebuild_qtensor(storage, offset, size, stride, quantizer, False, hooks)  # noqa: SLF001 - as torch.load does
+        return self.finish(tensor, grad, hooks)
 
     def _make_sparse(self, layout: Any, data: Any) -> Any:
         parts = 2 if layout == self._torch.sparse_coo else 3
@@ -425,9 +426,9 @@ class Rebuilder:
         if data.device.type != "meta":
             try:
                 for size, stride, offset in zip(*(part.tolist() for part in numbers), strict=True):
-                    last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
                     negative = any(type(number) is not int or number < 0 for number in (*size, *stride, offset))
-                    if negative or (0 not in size and last >= data.numel()):
+                    extent = View(size, stride).extent
+                    if negative or (extent and offset + extent > data.numel()):
                         raise Malformed("a nested tensor that reaches beyond its buffer")
             except (TypeError, ValueError) as error:
                 raise Malformed("a nested tensor whose parts do not fit together") from error
@@ -435,9 +436,9 @@ class Rebuilder:
 
     def _make_from_cpu(self, data: object, dtype: object, device: object, grad: object) -> torch.Tensor:
         where = self._device_map.device(str(device))
-        made = self._tensor(data, "a device tensor made of something").to(dtype=self._dtype(dtype), device=where)
-        made.requires_grad = grad is True
-        return made
+        tensor = self._tensor(data, "a device tensor made of something").to(dtype=self._dtype(dtype), device=where)
+        tensor.requires_grad = grad is True
+        return tensor
 
     def _make_from_numpy(self, data: Any, dtype: object, device: object, grad: object) -> torch.Tensor:
         try:
@@ -455,15 +456,15 @@ class Rebuilder:
 
     def _make_tensor_v3(self, *args: Any) -> Any:
         """(storage, offset, size, stride, requires_grad, hooks, dtype), and perhaps flags."""
-        made = self.strided(self._storage(args[0])[0], self._dtype(args[6]), *args[1:4])
-        return self.finish(made, *args[4:6], *args[7:])
+        tensor = self.strided(self._storage(args[0])[0], self._dtype(args[6]), *args[1:4])
+        return self.finish(tensor, *args[4:6], *args[7:])
 
     def _make_plain_parameter(self, data: object, grad: object = True) -> Any:
         return self._torch.nn.Parameter(self._tensor(data, "a Parameter made of something"), grad is not False)
 
     def _make_parameter(self, data: object, grad: object, hooks: object, state: object = None) -> Any:
-        made = self._torch.nn.Parameter(self._tensor(data, "a Parameter made of something"), requires_grad=False)
-        return self._with_state(self.finish(made, grad, hooks), state)
+        parameter = self._torch.nn.Parameter(self._tensor(data, "a Parameter made of something"), requires_grad=False)
+        return self._with_state(self.finish(parameter, grad, hooks), state)
 
     _MAKERS: ClassVar[dict[str, Callable[..., Any]]] = {
         "torch._utils._rebuild_tensor": _make_tensor,
@@ -486,17 +487,17 @@ class Rebuilder:
     """The method for each of torch's functions."""
 
 
-def _set_object_state(made: Any, state: Any) -> None:
-    if hasattr(made, "__setstate__"):
-        made.__setstate__(state)
+def _set_object_state(target: Any, state: Any) -> None:
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
         return
     slots = None
     if isinstance(state, tuple) and len(state) == 2:
         state, slots = state
     if state:
-        vars(made).update(state)
+        vars(target).update(state)
     for name, value in (slots or {}).items():
-        setattr(made, name, value)
+        setattr(target, name, value)
 
 
 def sparse_tensor(layout: Any, data: Any, *, validate: bool = True) -> Any:
@@ -515,25 +516,27 @@ def sparse_tensor(layout: Any, data: Any, *, validate: bool = True) -> Any:
     is_coo = layout == torch.sparse_coo
     if is_coo:
         coalesced = data[3] if len(data) > 3 else None
-        made = torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=switch, is_coalesced=coalesced)
+        tensor = torch.sparse_coo_tensor(*data[:3], device=device, check_invariants=switch, is_coalesced=coalesced)
     else:
-        made = torch.sparse_compressed_tensor(*data, device=device, layout=layout, check_invariants=switch)
+        tensor = torch.sparse_compressed_tensor(*data, device=device, layout=layout, check_invariants=switch)
     if not validate or device.type == "meta":
-        return made
+        return tensor
     if is_coo:
         check_arguments = torch._validate_sparse_coo_tensor_args  # noqa: SLF001 - torch has no public function for it
-        indices: tuple[Any, ...] = (made._indices(),)  # noqa: SLF001 - the public way wants it coalesced
-        rest = (made._values(), made.size(), made.is_coalesced())  # noqa: SLF001 - the same
+        indices: tuple[Any, ...] = (tensor._indices(),)  # noqa: SLF001 - the public way wants it coalesced
+        rest = (tensor._values(), tensor.size(), tensor.is_coalesced())  # noqa: SLF001 - the same
     else:
         check_arguments = torch._validate_sparse_compressed_tensor_args  # noqa: SLF001 - as above
-        rows = layout in (torch.sparse_csr, torch.sparse_bsr)
-        indices = (made.crow_indices(), made.col_indices()) if rows else (made.ccol_indices(), made.row_indices())
-        rest = (made.values(), made.size(), layout)
+        if layout in (torch.sparse_csr, torch.sparse_bsr):
+            indices = tensor.crow_indices(), tensor.col_indices()
+        else:
+            indices = tensor.ccol_indices(), tensor.row_indices()
+        rest = (tensor.values(), tensor.size(), layout)
     try:
         check_arguments(*indices, *rest, check_pinning=False)  # checking it would initialise CUDA
     except TypeError:  # older releases have no such argument
         check_arguments(*indices, *rest)
-    return made
+    return tensor
 
 
 def are_sizes(value: Any) -> bool:
@@ -596,10 +599,10 @@ def _size(sizes: tuple[Any, ...] = ()) -> Any:
 def _layout(name: str) -> Any:
     import torch
 
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
+    layout = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(layout, torch.layout):
         raise ValueError(f"there is no layout {name[:80]!r}")  # noqa: TRY004 - the name is wrong, not its type
-    return found
+    return layout
 
 
 def _path(kind: str) -> Callable[..., Any]:

@@ -46,9 +46,9 @@ class Allowed:
         from torch import _weights_only_unpickler as unpickler
         from torch import dtype
 
-        own: dict[str, Any] = getattr(unpickler, "_get_allowed_globals", dict)()
+        of_torch: dict[str, Any] = getattr(unpickler, "_get_allowed_globals", dict)()
         user: dict[str, Any] = getattr(unpickler, "_get_user_allowed_globals", dict)()
-        newer = {name: found for name, found in own.items() if isinstance(found, dtype) and name not in _KNOWN}
+        newer = {name: value for name, value in of_torch.items() if isinstance(value, dtype) and name not in _KNOWN}
         return {**newer, **user}
 
     def is_known(self, node: Global) -> bool:
@@ -78,14 +78,15 @@ class Allowed:
             del self._by_program  # computed again below
         return next((self._by_program[name] for name in spellings if name in self._by_program), None)
 
-    def allows(self, found: object) -> bool:
+    def allows(self, target: object) -> bool:
         """Whether the program has allowed a class or function, under any name.
 
         A bound method is a new object each time it is looked up, so methods are compared by ``==``.
         """
-        same = [each for each in self._by_program.values() if each is found or type(each) is type(found)]
-        is_method = isinstance(found, BuiltinMethodType | MethodType)
-        return any(each is found or (is_method and each == found) for each in same)
+        allowed = self._by_program.values()
+        if isinstance(target, BuiltinMethodType | MethodType):
+            return any(type(other) is type(target) and other == target for other in allowed)
+        return any(other is target for other in allowed)
 
     def object_of(self, node: Global) -> Any:
         """The object of a name that a file refers to without calling it: a dtype, a class, a function."""
@@ -99,10 +100,10 @@ class Allowed:
             return StorageType(name)
         # Do not import modules that torch does not import itself.
         import_module("torch" if module.startswith("torch") else module)
-        found = getattr(sys.modules.get(module), name, None)
-        if found is None:
+        target = getattr(sys.modules.get(module), name, None)
+        if target is None:
             raise LoadError(f"it holds {full}, which this torch does not have", fix="A newer torch may have it.")
-        return found
+        return target
 
 
 def name_of(node: Global) -> str:
@@ -150,10 +151,9 @@ def plain_part(checkpoint: Checkpoint) -> Checkpoint:
 def leave_out(opened: OpenCheckpoint) -> None:
     """Leave out what ``plain_part`` leaves out."""
     checkpoint = plain_part(opened.checkpoint)
-    if checkpoint is opened.checkpoint:
-        return
-    opened.checkpoint = checkpoint
-    opened.files = tuple(replace(file, checkpoint=opened.checkpoint) for file in opened.files)
+    if checkpoint is not opened.checkpoint:
+        opened.checkpoint = checkpoint
+        opened.files = tuple(replace(file, checkpoint=checkpoint) for file in opened.files)
 
 
 def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
@@ -177,12 +177,10 @@ def refuse_unsafe(checkpoint: Checkpoint) -> None:
     attacks += [finding for finding in checkpoint.findings if finding.code in dangerous_codes]
     dangerous = [use for use in uses if use.verdict == "dangerous"]
     if dangerous or attacks:
-        lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *(sentence_of(found) for found in attacks)]
-        what = (
-            "loading it would run code that a checkpoint should not contain"
-            if dangerous
-            else "it is built to deceive a loader"
-        )
+        lines = [*(f"{use.full_name}: {use.purpose}" for use in dangerous), *map(sentence_of, attacks)]
+        what = "it is built to deceive a loader"
+        if dangerous:
+            what = "loading it would run code that a checkpoint should not contain"
         raise UnsafeError(_listed(what, lines, nodes), where=checkpoint.path, fix=DO_NOT_LOAD)
     if uses:
         names = "1 name that is" if len(uses) == 1 else f"{len(uses)} names that are"

@@ -6,6 +6,7 @@ This runs any code the file asks for, and only ``weights_only=False`` leads here
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from transload.opening import CheckpointFile
 if TYPE_CHECKING:
     import torch
 
-_DEVICE_AT = {name: found.device for name, found in REBUILDS.items() if found.device < found.most}
+_DEVICE_AT = {name: rebuild.device for name, rebuild in REBUILDS.items() if rebuild.device < rebuild.most}
 """Functions that take a device as an argument, and the position of that argument."""
 
 DeviceOf = Callable[[str], str]
@@ -97,16 +98,16 @@ def unpickler_of(pickle_module: Any) -> type[Any]:
                 return self.load_from_bytes
             if module == "torch._utils" and name in ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"):
                 return sparse_tensor  # which validates it
-            found = _imported(super().find_class, module, name)
+            function = _imported(super().find_class, module, name)
             at = _DEVICE_AT.get(f"{module}.{name}")
             if at is None:
-                return found
+                return function
             device_of = self.device_of
 
             def rebuild(*args: Any) -> Any:
                 """Call the function with the device that the tensor goes to."""
                 device = args[at]
-                return found(*args[:at], type(device)(device_of(str(device))), *args[at + 1 :])
+                return function(*args[:at], type(device)(device_of(str(device))), *args[at + 1 :])
 
             return rebuild
 
@@ -162,11 +163,9 @@ def load_program(file: CheckpointFile, device_of: DeviceOf) -> Any:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         function = "torch.jit.load" if is_script else "torch.export.load"
         what = f"{function} cannot load this program: {lines[0] if lines else type(error).__name__}"
-        _, found, tail = str(error).partition("Unknown builtin op: ")
-        namespace, ended, _ = tail.partition("::")
         fix = f"It may need a different release than torch {torch.__version__}; the one it was made with loads it."
-        if found and ended:
-            package = _OPERATORS.get(namespace, namespace)
+        if operator := re.search(r"Unknown builtin op: (.*?)::", str(error), re.DOTALL):
+            package = _OPERATORS.get(operator[1], operator[1])
             fix = f"It uses operators of {package}: `import {package}` before loading it."
         raise LoadError(what, where=checkpoint.path, fix=fix) from error
 
@@ -218,17 +217,17 @@ def _moved_json(value: Any, device_of: DeviceOf) -> Any:
     [{'device': {'type': 'cpu', 'index': None}}, {'type': 'x'}]
     """
     if isinstance(value, list):
-        return [_moved_json(each, device_of) for each in value]
+        return [_moved_json(item, device_of) for item in value]
     if not isinstance(value, dict):
         return value
     moved = {}
-    for key, each in value.items():
-        if key in ("device", "as_device") and isinstance(each, dict) and "type" in each:
-            index = each.get("index")
-            kind, _, number = device_of(each["type"] if index is None else f"{each['type']}:{index}").partition(":")
-            moved[key] = {**each, "type": kind, "index": int(number) if number else None}
+    for key, item in value.items():
+        if key in ("device", "as_device") and isinstance(item, dict) and "type" in item:
+            index = item.get("index")
+            kind, _, number = device_of(item["type"] if index is None else f"{item['type']}:{index}").partition(":")
+            moved[key] = {**item, "type": kind, "index": int(number) if number else None}
         else:
-            moved[key] = _moved_json(each, device_of)
+            moved[key] = _moved_json(item, device_of)
     return moved
 
 
@@ -288,8 +287,7 @@ def load_trusted(
         return unpickler.load()
 
     try:
-        known = entries(checkpoint.storages, storages, device_map)
-        rebuilder = Rebuilder(file, known, device_map, fake=False)
+        rebuilder = Rebuilder(file, entries(checkpoint.storages, storages, device_map), device_map, fake=False)
         if tar:
             from transload.formats.torch_legacy import TarReader
 

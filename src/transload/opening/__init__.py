@@ -184,21 +184,20 @@ class OpenCheckpoint:
 
         folder, index = folder_of(path)
         self._folder = folder
-        checkpoints: dict[str, Checkpoint] = {}
+        files: dict[str, CheckpointFile] = {}
         verify = self._options["verify"]
 
         def read(name: str) -> Checkpoint:
-            checkpoints[name] = checkpoint = read_source(self._member(folder, name), verify=verify)
+            source = self._member(folder, name)
+            checkpoint = read_source(source, verify=verify)
+            files[name] = CheckpointFile(checkpoint, lambda _: source, folder.path(name), name)
             return checkpoint
 
         checkpoint = sets.read(folder, read, partial(read_source, verify=verify), index=index)
         if checkpoint.index:
             return checkpoint, (CheckpointFile(checkpoint, self.file, index=checkpoint.index),)
-        names = [part.name for part in checkpoint.parts if part.role == "member" and part.name in checkpoints]
-        return checkpoint, tuple(
-            CheckpointFile(checkpoints[name], partial(_same, self._open[name]), folder.path(name), name)
-            for name in names
-        )
+        members = [part.name for part in checkpoint.parts if part.role == "member"]
+        return checkpoint, tuple(files[name] for name in members if name in files)
 
     def _single(self, source: Source, path: str) -> tuple[Checkpoint, tuple[CheckpointFile, ...]]:
         self._open[""] = source
@@ -207,7 +206,7 @@ class OpenCheckpoint:
             source.close()
             self._open[""], source, path = inner, inner, ""
         checkpoint = read_source(source, **self._options)
-        return checkpoint, (CheckpointFile(checkpoint, partial(_same, source), path),)
+        return checkpoint, (CheckpointFile(checkpoint, lambda _: source, path),)
 
     def _member(self, folder: Folder, name: str) -> Source:
         """One of several files; kept open unless that would leave the program too few file descriptors."""
@@ -276,7 +275,3 @@ class CheckpointFile(Frozen):
     path: str = ""
     name: str = ""
     index: str = ""
-
-
-def _same(source: Source, _: str) -> Source:
-    return source

@@ -62,13 +62,13 @@ class Damage(NamedTuple):
 
 def records_of(reader: ElementReader) -> Records:
     """The records of each file: those of its archive, or the storages themselves where there is none."""
-    known = {name: checkpoint.records for name, checkpoint in reader.files}
-    storages: dict[str, list[Storage]] = {name: [] for name in known}
+    archives = {name: checkpoint.records for name, checkpoint in reader.files}
+    storages: dict[str, list[Storage]] = {name: [] for name in archives}
     for storage in reader.checkpoint.storages:
         storages.setdefault(storage.file, []).append(storage)
     out: Records = {}
     for file, inside in storages.items():
-        records: Iterable[Record] = known.get(file) or ()
+        records: Iterable[Record] = archives.get(file) or ()
         # A rank's file is an archive; a .distcp file is many archives in a row, known from its storages.
         if not records and reader.checkpoint.traits.ranks and not file.endswith(".distcp"):
             source = reader.open_file(file)
@@ -109,10 +109,10 @@ def damages(
     checkpoint = reader.checkpoint
     storages = _bad_storages(reader, every, bad)
     sound = {
-        each.id
-        for each in checkpoint.storages
-        if each.stored >= each.nbytes and (each.offset is not None or each.compressed) and each.id not in storages
-    }
+        storage.id
+        for storage in checkpoint.storages
+        if storage.stored >= storage.nbytes and (storage.offset is not None or storage.compressed)
+    } - storages.keys()
     out: dict[str, Damage] = {}
     for tensor in checkpoint.tensors:
         if tensor.storage in sound and not failed and not tensor.parts:  # the usual case

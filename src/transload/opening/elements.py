@@ -34,8 +34,7 @@ _CHUNK = 4 << 20
 _NOTHING: Source = BytesSource(b"")
 _MOST_CUT = 8  # a tensor that is cut in many dimensions could have billions of corners
 
-_Unpack = Callable[..., Iterator[bytes]]
-_UNPACK: dict[int, _Unpack] = {
+_UNPACK: dict[int, Callable[..., Iterator[bytes]]] = {
     8: inflated,  # deflate, as zip tools write it
     AS_TEXT: partial(from_text, "utf-8"),
     AS_ESCAPED: partial(from_text, "raw-unicode-escape"),
@@ -116,10 +115,13 @@ class ElementReader:
         """
         tensor = _stored(tensor)
         rank = len(tensor.shape)
-        box = box or Box((0,) * rank, tensor.shape)
+        whole = Box((0,) * rank, tensor.shape)
         if tensor.kind == "strided":
+            if box is None:
+                return [Read(self.elements(tensor), whole)]
             view = View(tensor.shape, tensor.stride, tensor.offset).part(box)
-            return [Read(self.elements(tensor, view), Box((0,) * rank, box.shape))]
+            return [Read(self.elements(tensor, view), Box(whole.start, box.shape))]
+        box = box or whole
         if tensor.kind != "sharded":
             kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
             parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
@@ -165,7 +167,7 @@ class ElementReader:
         except ContentError:
             return None
         is_cut = elements.offset + elements.nbytes > elements.source.size
-        if elements.needs_conversion or not elements.view.is_contiguous or is_cut:
+        if elements.differ("little") or not elements.view.is_contiguous or is_cut:
             return None
         return FileRange(storage.file, storage.offset if elements.nbytes == 0 else elements.offset, elements.nbytes)
 
@@ -210,8 +212,8 @@ class ElementReader:
 
         source = self.open_file(storage.file)
         if storage.file not in self._records:
-            known = {} if storage.file else {record.name: record for record in self.checkpoint.records}
-            self._records[storage.file] = known or read_index(source).records
+            records = {} if storage.file else {record.name: record for record in self.checkpoint.records}
+            self._records[storage.file] = records or read_index(source).records
         record = self._records[storage.file].get(storage.record)
         unpack = _UNPACK.get(record.method) if record else None
         if record is None or record.offset is None or unpack is None:
@@ -219,8 +221,7 @@ class ElementReader:
         return Inflating(source, record.offset, record.stored, record.size, unpack)
 
     def _refuse_dtype(self, tensor: Tensor) -> None:
-        whole = tensor.dtype in ITEMSIZE and itemsize(tensor.dtype, 8) == 8 * ITEMSIZE[tensor.dtype]
-        if whole:
+        if tensor.dtype in ITEMSIZE and itemsize(tensor.dtype, 8) == 8 * ITEMSIZE[tensor.dtype]:
             return
         scattered = not View(tensor.shape, tensor.stride).is_contiguous
         if tensor.dtype == "unknown" or tensor.offset or scattered or tensor.flags:
@@ -363,10 +364,9 @@ class Elements(NamedTuple):
         """The position of the first element in the source."""
         return self.start + self.view.offset * self.itemsize
 
-    @property
-    def needs_conversion(self) -> bool:
-        """Whether the bytes in the file differ from those of the little-endian numbers."""
-        return self.swapped or bool(self.flags)
+    def differ(self, order: str) -> bool:
+        """Whether the bytes in the file differ from those of the numbers in a byte order."""
+        return bool(self.flags) or (self.swapped != (order == "big") and self.itemsize > 1)
 
     def ends_at(self, position: int) -> str:
         """What to say if the source ends at a position, before the last element."""

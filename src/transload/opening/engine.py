@@ -165,14 +165,14 @@ def cached_fraction(descriptor: int, begin: int, end: int) -> float | None:
     if not flag or end <= begin:
         return None
     count = min(_SAMPLES, 1 + (end - begin) // PAGE)
-    byte, found = bytearray(1), 0
+    byte, cached = bytearray(1), 0
     try:
         for index in range(count):
             with suppress(BlockingIOError):
-                found += os.preadv(descriptor, [byte], begin + (end - begin) * index // count, flag)
+                cached += os.preadv(descriptor, [byte], begin + (end - begin) * index // count, flag)
     except (OSError, OverflowError):  # OverflowError for positions that no file has
         return None
-    return found / count
+    return cached / count
 
 
 # -- threads
@@ -319,13 +319,13 @@ class Transfer:
         """The jobs, each after its memory is allocated."""
         addresses, requests = self.addresses, self.requests
         for job in jobs(requests, gap=self.gap):
-            known = len(addresses)
+            before = len(addresses)
             for _, index, _, _ in job.runs:
                 if index not in addresses:
                     addresses[index] = self.address_of(index)
                     if self.huge and job.device == "cpu":
                         advise_huge_pages(addresses[index], requests[index].nbytes)
-            if job.device != "cpu" and (len(addresses) > known or job.device not in self.fences):
+            if job.device != "cpu" and (len(addresses) > before or job.device not in self.fences):
                 self._fence(job.device)
             yield job
 
@@ -339,14 +339,14 @@ class Transfer:
 # -- to CUDA devices
 
 
+@dataclass
 class _PinnedSlot:
     """Pinned memory of a cell's size."""
 
-    def __init__(self, address: int) -> None:
-        self.address = address
-        self.pinned = False
-        self.busy = 0
-        """The event recorded after the copy from this slot; 0 if no copy is in flight."""
+    address: int
+    pinned: bool = False
+    busy: int = 0
+    """The event recorded after the copy from this slot; 0 if no copy is in flight."""
 
 
 class RingLane:
@@ -576,9 +576,8 @@ class MappedLane(RingLane):
         part.event = self._event(SLOTS + self._part_count % _IN_FLIGHT)
         self._part_count += 1
         addresses = self.transfer.addresses
-        self._driver.copy(
-            [(addresses[request] + at, part.shift + offset, n) for offset, request, at, n in runs], stream
-        )
+        copies = [(addresses[request] + at, part.shift + offset, n) for offset, request, at, n in runs]
+        self._driver.copy(copies, stream)
         self._driver.record_event(part.event, stream)
         return True
 

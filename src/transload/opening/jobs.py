@@ -83,15 +83,15 @@ def jobs(requests: Sequence[ReadRequest], cell: int = CELL, gap: int = Source.ga
     together: list[Run] = []
     file, device, start, stop, reach = -1, "", 0, 0, 0
     for index in sorted(range(len(requests)), key=requests.__getitem__):
-        own_file, offset, nbytes, own_device = requests[index]
+        in_file, offset, nbytes, on_device = requests[index]
         begin = 0
         while begin < nbytes:
             at = offset + begin
-            if not start <= at < stop or at > reach + gap or own_file != file or own_device != device:
+            if not start <= at < stop or at > reach + gap or in_file != file or on_device != device:
                 if together:
                     yield Job(file, device, tuple(together))
                 together = []
-                file, device, reach = own_file, own_device, at
+                file, device, reach = in_file, on_device, at
                 start = at - at % cell
                 stop = start + cell
             count = nbytes - begin if offset + nbytes <= stop else stop - at
@@ -230,8 +230,8 @@ class Checksums:
         """The checksum of each of ``count`` requests, after all their runs were added."""
         from transload.io.checksums import combined
 
-        found = combined(self.parts)
-        return [found.get(request, 0) for request in range(count)]
+        by_request = combined(self.parts)
+        return [by_request.get(request, 0) for request in range(count)]
 
 
 class HostLane:

@@ -85,12 +85,12 @@ def substitute_name(name: str) -> str:
 
         try:
             looking.append(name)
-            found = devices_here([name], 0)  # the same rules as transload.load
+            here = devices_here([name], 0)  # the same rules as transload.load
         except RuntimeError:  # CUDA cannot be initialised: torch will say why
             return ""
         finally:
             looking.pop()
-        other = (found.own or "cpu") if requested in ("auto", "spread") else requested
+        other = (here.own or "cpu") if requested in ("auto", "spread") else requested
         kind, index = split(name)
         if requested == "spread" and index is not None and _count(kind) > 0:
             other = f"{kind}:{index % _count(kind)}"
@@ -100,7 +100,7 @@ def substitute_name(name: str) -> str:
             from transload.errors import LandingWarning, warn
 
             warned.add(pair)
-            absent = f"there is no {name} here{f'; {found.absent}' if found.absent else ''}"
+            absent = f"there is no {name} here{f'; {here.absent}' if here.absent else ''}"
             warn(f"{absent}. Tensors saved on such a device or moved to it go to {other} instead", LandingWarning)
     return _substitutes[key]
 
@@ -120,8 +120,8 @@ def refuse_missing(name: str) -> None:
             from transload.errors import NoDeviceError
             from transload.loading.placement import devices_here, missing_here
 
-            if (found := devices_here([name], 0)).get(name) is None:
-                refusal = NoDeviceError(missing_here([name], found), fix="Choose a device that is here, or auto.")
+            if (here := devices_here([name], 0)).get(name) is None:
+                refusal = NoDeviceError(missing_here([name], here), fix="Choose a device that is here, or auto.")
                 raise refusal
     finally:
         looking.pop()
@@ -149,7 +149,8 @@ def _count(kind: str) -> int:
         functions = [getattr(module, name, bool) for name in ("is_available", "device_count")]
         if kind == "mps":
             functions = [torch.backends.mps.is_available] * 2
-        is_available, device_count = (getattr(each, "__wrapped__", each) for each in functions)  # without our patches
+        # Without our patches.
+        is_available, device_count = (getattr(function, "__wrapped__", function) for function in functions)
         looking.append(kind)  # one of these functions may call the other, which is patched
         try:
             _counts[key] = int(is_available() and device_count())

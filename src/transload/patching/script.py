@@ -31,18 +31,14 @@ def program_of(
         from transload.errors import CannotReadError
         from transload.findings import quoted
 
+        what, fix = "there is no such script", ""
         if os.path.exists(path):
-            raise CannotReadError(
-                "no permission to read it", where=path, fix=f"Ask its owner, or: chmod u+r {quoted(path)}"
-            )
-        fix = (
-            f"To run a module, use -m: transload run -m {quoted(path)}."
-            if "." not in path and os.sep not in path
-            else ""
-        )
-        if path in ("python", "python3"):
+            what, fix = "no permission to read it", f"Ask its owner, or: chmod u+r {quoted(path)}"
+        elif path in ("python", "python3"):
             fix = "Leave it out: transload run SCRIPT."
-        raise CannotReadError("there is no such script", where=path, fix=fix)
+        elif "." not in path and os.sep not in path:
+            fix = f"To run a module, use -m: transload run -m {quoted(path)}."
+        raise CannotReadError(what, where=path, fix=fix)
 
     def run() -> int:
         devices.pretending = pretend

@@ -53,8 +53,8 @@ def patch_torch(
         return restored(storage, tag) if isinstance(tag, str) and is_missing(tag) else None
 
     def restore_unknown(storage: Any, location: Any) -> Any:
-        known = devices.requested and isinstance(location, str) and _DEVICE.fullmatch(location)
-        return restored(storage, location) if known else None
+        is_device = devices.requested and isinstance(location, str) and _DEVICE.fullmatch(location)
+        return restored(storage, location) if is_device else None
 
     def unregister() -> None:  # torch has no public function for it; without the patch our entries do nothing
         registry = getattr(serialization, "_package_registry", [])
@@ -456,19 +456,19 @@ def _pretending(question: str, answer: Any) -> Callable[..., Any]:
 
     def asked(real: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            found = real(*args, **kwargs)
+            truth = real(*args, **kwargs)
         except RuntimeError:  # torch.accelerator.current_accelerator() of torch 2.6 raises one where there is none
             if not devices.pretending:
                 raise
-            found = None
-        if found not in (0, -1, None) or devices.looking or not is_missing("cuda"):
-            return found
+            truth = None
+        if truth not in (0, -1, None) or devices.looking or not is_missing("cuda"):
+            return truth
         caller = sys._getframe(2)  # noqa: SLF001
         if not caller.f_globals.get("__name__", "").startswith("torch."):
             devices.asked[caller.f_code, caller.f_lineno] = question
         elif not question.startswith("torch.cuda."):  # torch itself must know where a tensor is
-            return found
-        return answer() if devices.pretending and on_cpu() else found
+            return truth
+        return answer() if devices.pretending and on_cpu() else truth
 
     return asked
 
@@ -484,14 +484,14 @@ class _StandIn(type):
     label: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = cls.chosen()
-        if made is cls.ours and cls.label:
+        maker = cls.chosen()
+        if maker is cls.ours and cls.label:
             devices.answered[cls.label] = None
-        return made(*args, **kwargs)
+        return maker(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
-        known = isinstance(cls.ours, type) and isinstance(instance, cls.ours) and on_cpu()
-        return known or isinstance(instance, cls.real)
+        is_ours = isinstance(cls.ours, type) and isinstance(instance, cls.ours) and on_cpu()
+        return is_ours or isinstance(instance, cls.real)
 
     def __subclasscheck__(cls, other: type) -> bool:
         return issubclass(other, cls.real)

@@ -142,9 +142,8 @@ def _path(f: Any) -> str | None:
         refuse_name(path)
         return path
     if not callable(getattr(f, "write", None)):
-        raise NotAFileError(
-            f"cannot save to an object of type {type(f).__name__}", fix="Give a path, or an object with write()."
-        )
+        what = f"cannot save to an object of type {type(f).__name__}"
+        raise NotAFileError(what, fix="Give a path, or an object with write().")
     return None
 
 
@@ -208,8 +207,8 @@ class _Save:
             )
             bloat = "" if compact else bloat_warning(obj, self.storages)
             self.origin = b"" if legacy or origin in (False, None) else _origin_of(origin, self.storages)
-            self.numels = [each.numel for each in self.storages]
-            self.nbytes = sum(each.nbytes for each in self.storages)
+            self.numels = [stored.numel for stored in self.storages]
+            self.nbytes = sum(stored.nbytes for stored in self.storages)
         if path and path.lower().endswith(".safetensors"):
             what = "because of its name, torch 2.13 and later reads it as safetensors, and fails. Name it .pt."
             warnings.warn(f"{path}: {what}", SaveWarning, stacklevel=3)
@@ -233,7 +232,7 @@ class _Save:
             raise
 
     def _write_into(self, sink: Sink) -> None:
-        devices = {each.storage.device for each in self.storages}
+        devices = {stored.storage.device for stored in self.storages}
         fetchers = {str(device): CudaFetcher(device) for device in devices if device.type == "cuda"}
         with ExitStack() as cleanup:
             for fetcher in fetchers.values():
@@ -276,10 +275,10 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
     facts |= {"system": platform.system().lower(), "machine": platform.machine().lower()}
     with suppress(Exception):  # a device that fails must not stop a save
         if torch.cuda.is_initialized():  # saving CPU tensors must not initialise CUDA
-            devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+            gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
             facts["gpus"] = [
-                {"name": str(each.name), "capability": f"{each.major}.{each.minor}", "memory": int(each.total_memory)}
-                for each in devices
+                {"name": str(gpu.name), "capability": f"{gpu.major}.{gpu.minor}", "memory": int(gpu.total_memory)}
+                for gpu in gpus
             ]
             with open("/sys/module/nvidia/version", encoding="ascii") as file:
                 if driver := file.read(64).strip():
@@ -287,7 +286,7 @@ def _origin_of(origin: Any, storages: list[Stored]) -> bytes:
     facts["time"] = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
     # The devices of the storages in order, run-length encoded: a device, and the number of storages in a row on it.
     cpu = torch.device("cpu")
-    rows = groupby(each.storage.device for each in storages)
+    rows = groupby(stored.storage.device for stored in storages)
     facts["storages"] = [["cpu" if device == cpu else str(device), sum(1 for _ in row)] for device, row in rows]
     if origin is not True:
         if not isinstance(origin, Mapping):
@@ -307,9 +306,9 @@ def _plain(value: Any, place: str, depth: int) -> Any:
         wrong = next((key for key in value if not isinstance(key, str)), None)
         if wrong is not None:
             raise UsageError(f"{place} has the name {wrong!r:.80}, which is not text", fix=_FIX)
-        return {_plain(key, place, 0): _plain(each, f"{place}[{key!r:.80}]", depth + 1) for key, each in value.items()}
+        return {_plain(key, place, 0): _plain(item, f"{place}[{key!r:.80}]", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each, f"{place}[{index}]", depth + 1) for index, each in enumerate(value)]
+        return [_plain(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
     if isinstance(value, str):
         try:
             value.encode()
@@ -328,10 +327,6 @@ def _plain(value: Any, place: str, depth: int) -> Any:
 _MAX_THREADS = 8
 _TOGETHER = 4096  # the most small storages that are fetched together
 _BLOCK = 64 << 20  # bytes of memory for a snapshot: torch keeps pinned blocks of the same size for the next time
-
-
-def _name(key: str) -> bytes:
-    return b"data/" + key.encode()
 
 
 def _host_chunks(address: int, nbytes: int, ready: Callable[[], object] | None = None) -> Iterator[Chunk]:
@@ -359,12 +354,12 @@ def records_of(storages: Sequence[Stored], fetchers: dict[str, CudaFetcher]) -> 
         if device == cpu:
             address = storage.data_ptr() + stored.start if nbytes else 0
             content = string_at(address, nbytes) if nbytes <= SMALL else partial(_host_chunks, address, nbytes)
-            yield b"data/" + stored.key.encode(), nbytes, content
+            yield stored.record, nbytes, content
             continue
         fetcher = fetchers.get(str(device))
         if fetcher is None or nbytes > SMALL:
             chunks = partial(fetcher.chunks, stored) if fetcher else partial(_copied_chunks, stored)
-            yield (_name(stored.key), nbytes, chunks if nbytes else b"")
+            yield stored.record, nbytes, chunks if nbytes else b""
             continue
         # Fetch it together with the small ones that follow.
         small, total = [stored], nbytes
@@ -376,7 +371,7 @@ def records_of(storages: Sequence[Stored], fetchers: dict[str, CudaFetcher]) -> 
         slot, address = fetcher.slot(PIECE)
         fetcher.fetch(slot, [(one.storage, one.start, one.nbytes) for one in small if one.nbytes])()
         for one in small:
-            yield (_name(one.key), one.nbytes, string_at(address, one.nbytes) if one.nbytes else b"")
+            yield one.record, one.nbytes, string_at(address, one.nbytes) if one.nbytes else b""
             address += one.nbytes
         at += len(small) - 1
 
@@ -408,8 +403,8 @@ class CudaFetcher:
         """Pinned memory, and its address. torch keeps such memory when it is freed, and reuses it at once."""
         import torch
 
-        made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        return made, made.data_ptr()
+        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return memory, memory.data_ptr()
 
     def fetch(self, slot: Any, parts: Sequence[tuple[Any, int, int]]) -> Any:
         """Start to copy parts, each (storage, first byte, size). The returned function waits until they are copied."""
@@ -467,10 +462,10 @@ def snapshot_of(storages: Sequence[Stored]) -> list[NewRecord]:
     for stored in storages:
         if stored.nbytes <= SMALL and stored.storage.device == cpu:
             data = string_at(stored.storage.data_ptr() + stored.start, stored.nbytes) if stored.nbytes else b""
-            records.append((_name(stored.key), stored.nbytes, data))
+            records.append((stored.record, stored.nbytes, data))
         else:
             runs: list[_Run] = []
-            records.append((_name(stored.key), stored.nbytes, partial(_run_chunks, runs)))
+            records.append((stored.record, stored.nbytes, partial(_run_chunks, runs)))
             by_device.setdefault(stored.storage.device, []).append((runs, stored))
     parts: list[tuple[int, int, int]] = []  # (target, source, bytes) for the threads to copy
     for device, pairs in by_device.items():

@@ -125,7 +125,7 @@ class Background:
     def _waitable(self) -> list[Saving]:
         """The pending saves to wait for; in a callback only those not yet started, since it runs inside a save."""
         if self._writer == get_ident():
-            return [each for each in self._pending if not (each.running() or each.done())]
+            return [saving for saving in self._pending if not (saving.running() or saving.done())]
         return self._pending
 
     def make_room(self) -> None:
@@ -135,7 +135,7 @@ class Background:
     def wait_for_target(self, target: object) -> None:
         """Wait for saves to a path or a file object, and raise errors that were not seen."""
         place = _identity(target)
-        self._until(lambda: all(_identity(each.target) != place for each in self._waitable()))
+        self._until(lambda: all(_identity(saving.target) != place for saving in self._waitable()))
         self.raise_unseen()
 
     def wait(self) -> None:
@@ -155,7 +155,7 @@ class Background:
         """Forget the error of a save, if any: the caller has seen it."""
         with self._changed:
             saving.seen = True
-            self._failed = [each for each in self._failed if each is not saving]
+            self._failed = [other for other in self._failed if other is not saving]
 
     def raise_unseen(self) -> None:
         """Raise the errors that nobody has seen, as one."""
@@ -179,7 +179,7 @@ def _identity(target: object) -> object:
 
 def _background_error(failed: list[Saving]) -> SaveError:
     first = Future.exception(failed[0])
-    where = ", ".join(each.target if isinstance(each.target, str) else "a file object" for each in failed)
+    where = ", ".join(save.target if isinstance(save.target, str) else "a file object" for save in failed)
     error = SaveError(f"an earlier save in the background failed: {first}", where=where, fix="Save again.")
     error.__cause__ = first
     return error

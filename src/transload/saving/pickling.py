@@ -24,7 +24,7 @@ from typing import Any
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.errors import CannotPickleError, SaveError
 from transload.frozen import NamedTuple
-from transload.geometry import contiguous
+from transload.geometry import View, contiguous
 
 
 class Geometry(NamedTuple):
@@ -42,10 +42,8 @@ class Geometry(NamedTuple):
         >>> Geometry(4, 10, (2, 3), (100, 2)).byte_range
         (40, 460)
         """
-        if 0 in self.size:
-            return 0, 0
-        last = self.offset + sum((count - 1) * step for count, step in zip(self.size, self.stride, strict=True))
-        return self.offset * self.itemsize, (last + 1) * self.itemsize
+        extent = View(self.size, self.stride).extent
+        return (self.offset * self.itemsize, (self.offset + extent) * self.itemsize) if extent else (0, 0)
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +98,11 @@ class Stored(_Ref):
     nbytes: int
     whole: bool = True
     views: list[Geometry] = field(default_factory=list)
+
+    @property
+    def record(self) -> bytes:
+        """The name of the record."""
+        return b"data/" + self.key.encode()
 
 
 # -- the entry point
@@ -355,7 +358,7 @@ class _Reducer:
             if isinstance(storage, torch.storage.TypedStorage):
                 itemsize = storage._element_size()  # noqa: SLF001 - as above
             else:  # its dtype is among the other arguments
-                dtypes = (each for each in more if isinstance(each, torch.dtype))
+                dtypes = (argument for argument in more if isinstance(argument, torch.dtype))
                 itemsize = next((torch.empty(0, dtype=dtype).element_size() for dtype in dtypes), 1)
             geometry = Geometry(itemsize, offset, tuple(size), tuple(stride))
             ref, offset, stride = self._use_of_torch(storage, geometry)
@@ -366,8 +369,8 @@ class _Reducer:
             return function, (inner, kind, inside, state), *rest
         if self._portable and name == "_rebuild_wrapper_subclass":
             cpu, device = torch.device("cpu"), torch.device
-            moved = (cpu if isinstance(each, device) and each.type != "meta" else each for each in arguments)
-            return function, tuple(moved), *rest
+            moved = tuple(cpu if isinstance(item, device) and item.type != "meta" else item for item in arguments)
+            return function, moved, *rest
         if self._portable and name in _FROM_OTHER_DEVICES and len(arguments) == 4:
             data, dtype, _, requires_grad = arguments
             tensor = data if isinstance(data, self.tensor) else torch.from_numpy(data)
@@ -391,15 +394,15 @@ class _Cuts:
         self._storages: list[Any] = []
         for stored in storages:
             storage, views = stored.storage, stored.views
-            if stored.whole or any(each.byte_range[1] > storage.nbytes() for each in views):
+            if stored.whole or any(view.byte_range[1] > storage.nbytes() for view in views):
                 continue  # all of it is used, or it was resized under its tensors
             self._storages.append(storage)
             data = storage._cdata  # noqa: SLF001 - torch's identity of a storage
-            step = max((each.itemsize for each in views), default=1)
+            step = max((view.itemsize for view in views), default=1)
             distinct = set(views)
             self._runs[data] = []
             for start, end in merged_ranges(views, step):
-                inside = [each for each in distinct if each.nbytes and start <= each.byte_range[0] < end]
+                inside = [view for view in distinct if view.nbytes and start <= view.byte_range[0] < end]
                 if len(inside) == 1 and inside[0].is_sparse:
                     self._dense[data, inside[0]] = _dense(storage, inside[0])
                 else:
@@ -483,7 +486,7 @@ def _culprit(obj: Any, protocol: int, pickle_module: Any, kind: type[Exception])
     else:  # it stands for something outside: a file, a lock, a connection
         kinds = {"_IOBase": "file objects", "module": "modules", "generator": "generators", "socket": "sockets"}
         kinds |= {"lock": "locks", "RLock": "locks", "Thread": "threads"}
-        named = (kinds[each.__name__] for each in type(obj).__mro__ if each.__name__ in kinds)
+        named = (kinds[base.__name__] for base in type(obj).__mro__ if base.__name__ in kinds)
         fix = f"{fix}: {next(named, 'objects of this class')} cannot be pickled."
     return f"{place} (a {type(obj).__module__}.{type(obj).__qualname__})", fix
 
@@ -494,9 +497,6 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, (list, tuple, set, frozenset)):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
     attributes = getattr(obj, "__dict__", None)
-    if (
-        isinstance(attributes, dict)
-        and not isinstance(obj, type | ModuleType)
-        and not callable(getattr(obj, "__code__", None))
-    ):
+    is_code = isinstance(obj, type | ModuleType) or callable(getattr(obj, "__code__", None))
+    if isinstance(attributes, dict) and not is_code:
         yield from ((f".{name}", value) for name, value in attributes.items())

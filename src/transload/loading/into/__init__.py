@@ -19,8 +19,8 @@ from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
 from transload.loading.handles import TensorReader, build_node
-from transload.loading.into.compare import Comparison, Task, Unbuilt, described, modules_of
-from transload.loading.into.keys import SHOWN, key_function
+from transload.loading.into.compare import SHOWN, Comparison, Task, Unbuilt, described, modules_of
+from transload.loading.into.keys import key_function
 from transload.opening.jobs import Settings
 from transload.render.words import plural
 

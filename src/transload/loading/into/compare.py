@@ -20,18 +20,7 @@ from transload.errors import TransloadError, UsageError
 from transload.findings import join_names
 from transload.frozen import NamedTuple
 from transload.loading.handles import TensorReader, build_node
-from transload.loading.into.keys import (
-    FEW,
-    MARKERS,
-    MOST,
-    SHOWN,
-    KeyFunction,
-    Renamed,
-    Shape,
-    find,
-    key_function,
-    likely_renames,
-)
+from transload.loading.into.keys import MARKERS, KeyFunction, Renamed, Shape, find, key_function, likely_renames
 from transload.nodes import Call, Dict
 from transload.opening import CheckpointFile
 from transload.render.words import plural
@@ -41,7 +30,9 @@ if TYPE_CHECKING:
 
 _LORA = re.compile(r"lora[_.](?:[AB]|down|up)\b|lora_(?:embedding_|magnitude)", re.IGNORECASE)
 _EXTRA = "_extra_state"
-
+SHOWN = 8
+_MOST = 12
+_FEW = 6
 
 # -- the model
 
@@ -294,15 +285,15 @@ def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
     nameless = f"a tensor without a name, {root.dtype} {list(root.shape)}" if root else ""
     lines += _group("only in the file", [key or nameless for key in unexpected if key not in covered])
     if shapes:
-        rows = [KeyMismatch("key", "file", "model"), *shapes[:MOST]]
+        rows = [KeyMismatch("key", "file", "model"), *shapes[:_MOST]]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines.append(f"of another shape, {plural(len(shapes), 'key')}:")
         for row in rows:
             lines.append("  " + "  ".join(map(str.ljust, row, widths)).rstrip())
-        if len(shapes) > MOST:
-            lines.append(f"  and {len(shapes) - MOST:,} more")
+        if len(shapes) > _MOST:
+            lines.append(f"  and {len(shapes) - _MOST:,} more")
     pairs = Counter((mismatch.file, mismatch.model) for mismatch in dtypes)
-    for (file, model), count in pairs.most_common(FEW):
+    for (file, model), count in pairs.most_common(_FEW):
         lines.append(f"of another dtype, {plural(count, 'key')}: {file} in the file, {model} in the model")
     if pairs:
         lines.append("cast=True converts them while they are read.")
@@ -325,18 +316,18 @@ def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
 
 def _group(title: str, keys: Sequence[str]) -> list[str]:
     """Keys grouped by prefix, the largest groups first (``encoder.layers.* (96)``); a single key in full."""
-    if len(keys) <= FEW:
+    if len(keys) <= _FEW:
         return [f"{title}: {', '.join(keys)}"] if keys else []
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for key in keys:
         groups[key.partition(".")[0]].append(key)
     ordered = sorted(groups.values(), key=len, reverse=True)
     words = []
-    for group in ordered[:MOST]:
+    for group in ordered[:_MOST]:
         columns = zip(*(key.split(".") for key in group), strict=False)
         common = [names[0] for names in takewhile(lambda names: len(set(names)) == 1, columns)]
         words.append(group[0] if len(group) == 1 else f"{'.'.join(common)}.* ({len(group):,})")
-    more = sum(map(len, ordered[MOST:]))
+    more = sum(map(len, ordered[_MOST:]))
     return [f"{title}, {plural(len(keys), 'key')}: {', '.join(words)}" + (f" and {more:,} more" if more else "")]
 
 

@@ -27,9 +27,9 @@ Renamed = tuple[str, str, list[tuple[str, str]]]
 
 MARKERS = frozenset({"_parameters", "_buffers", "_modules"})
 """Attributes of a pickled module that have its weights."""
-SHOWN = 8
-MOST = 12
-FEW = 6
+_SHOWN = 8
+_MOST = 12
+_FEW = 6
 _PREFIX = re.compile(r"module\.|_orig_mod\.|model\.")
 _PREFIXES = re.compile(rf"(?:{_PREFIX.pattern})+")
 """Prefixes that DataParallel, torch.compile and trainers add to every key."""
@@ -228,7 +228,7 @@ def find(
             # The places that have tensors as direct members, largest first.
             ordered = sorted(chosen, key=lambda branch: len(branch.deep) - len(branch.tensors))
             places = [branch.name or "''" for branch in ordered if len(branch.tensors) > len(branch.deep)]
-            fix = f"There are tensors below: {join_names(places, SHOWN)}"
+            fix = f"There are tensors below: {join_names(places, _SHOWN)}"
             raise UsageError(f"no tensor name begins with the prefix {prefix!r}", where=checkpoint.path, fix=fix)
         chosen = named[-1:] or [Branch((start,), tensors, {})]
     prefixes, wrapped = _prefixes_of(wanted), any(map(_INNER.search, wanted))
@@ -262,7 +262,7 @@ def find(
     rivals = [match for match in equal[1:] if _bytes(match) != _bytes(equal[0])]
     if rivals:
         rivals.insert(0, equal[0])
-        names = join_names([match.branch.name or "the root" for match in rivals], SHOWN)
+        names = join_names([match.branch.name or "the root" for match in rivals], _SHOWN)
         choices = [f"prefix={match.branch.name!r} for the {len(match.tensors):,} keys there" for match in rivals]
         what = f"{len(rivals)} places of the file fit the model equally well: {names}"
         raise UsageError(what, where=checkpoint.path, fix="\n".join(["Choose one of them with:", *choices]))
@@ -314,17 +314,17 @@ def likely_renames(missing: Mapping[str, Shape], unexpected: Mapping[str, Shape]
     for key, shape in unexpected.items():
         for cut in _cuts(key):
             candidates = tails.get((key[cut:], shape), ())
-            if candidates and len(candidates) <= FEW:  # more prove nothing: every layer has a weight
+            if candidates and len(candidates) <= _FEW:  # more prove nothing: every layer has a weight
                 votes.update((key[:cut], candidate[: len(candidate) - len(key) + cut]) for candidate in candidates)
             if candidates:
                 break
     # The pairs of prefixes that explain the most keys, each key once; a single key is not a pattern.
     out: list[Renamed] = []
     wanted, free = set(missing), dict.fromkeys(unexpected)
-    for (theirs, ours), _ in votes.most_common(MOST * FEW):
+    for (theirs, ours), _ in votes.most_common(_MOST * _FEW):
         renamed = {key: ours + key[len(theirs) :] for key in free if key.startswith(theirs)}
         pairs = [(key, to) for key, to in renamed.items() if to in wanted and missing[to] == unexpected[key]]
-        if len(pairs) < 2 or len(out) == MOST:
+        if len(pairs) < 2 or len(out) == _MOST:
             continue
         out.append((theirs, ours, pairs))
         for key, to in pairs:
