@@ -293,10 +293,7 @@ def page(markdown: str) -> Iterator[Block]:
 
 # -- the state of each layer
 
-ORDER = (
-    *("hardware", "kernel", "surroundings", "nodes", "libraries", "driver"),
-    *("variables", "python", "build", "torch-libraries", "fit", "run", "extensions"),
-)
+ORDER = (*_OF_MACHINE, "variables", *_OF_TORCH, "fit", "run", "extensions")
 """The layers as they are shown: from the card upwards, not in the order to fix them."""
 
 _SELDOM = frozenset({"CUDA_HOME", "CUDA_PATH", "PYTHONPATH"})  # set on many machines, and irrelevant to a wheel

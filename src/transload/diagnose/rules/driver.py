@@ -211,10 +211,8 @@ def not_loaded(m: Case) -> Matches:
     if rejected:
         keys = {"ubuntu": "/var/lib/shim-signed/mok/MOK.der", "fedora": "/etc/pki/akmods/certs/public_key.der"}
         fix = m.steps("K03", key=keys.get(fixes.family(m), "/var/lib/dkms/mok.pub"))
-        yield (
-            "K03",
-            Match(("Secure Boot is on", m.kernel_line, existing if here else "", log_line), fix, likely=not log_line),
-        )
+        evidence: Lines = ("Secure Boot is on", m.kernel_line, existing if here else "", log_line)
+        yield "K03", Match(evidence, fix, likely=not log_line)
     if others or rejected:
         return
     evidence = (*m.card_lines, m.kernel_line)
@@ -539,12 +537,8 @@ def mig_unreachable(m: Case) -> Matches:
     value, closed = m.env(CVD) or "", _closed_caps(m)
     branch = numbers_of(m.driver.nvml.driver or m.kernel.version)[:1]
     if value.strip().startswith("MIG-GPU-") and branch >= (470,):
-        evidence: Lines = (
-            f"{CVD} is {value!r}, a format of drivers before 470",
-            m.driver_result_line,
-            m.works_without_line,
-        )
-        yield "M03", Match(evidence, m.steps("M03 name"))
+        name = f"{CVD} is {value!r}, a format of drivers before 470"
+        yield "M03", Match((name, m.driver_result_line, m.works_without_line), m.steps("M03 name"))
     elif closed and _all_mig(m):
         nodes = (f"opening {node.path} fails with {node.error}" for node in closed[:3])
         yield "M03", Match((*nodes, m.driver_result_line))
@@ -555,13 +549,7 @@ def no_start(m: Case) -> Matches:
     """The driver is out of memory, or does not answer; or, as a note, CUDA works and NVML does not."""
     driver, limit = m.driver, m.platform.address_space
     starves = m.driver_result == _OUT_OF_MEMORY and not m.cuda_works
-    if (
-        m.surroundings.wsl == 2
-        and m.driver_fails
-        and m.driver_result == _OUT_OF_MEMORY
-        and limit is None
-        and driver.nvml.count != 1
-    ):
+    if starves and m.driver_fails and m.surroundings.wsl == 2 and limit is None and driver.nvml.count != 1:
         yield "U10", Match((m.driver_result_line, m.nvml_result_line, m.works_without_line))
 
     if limit is not None and not m.torch_run.cuda_works:

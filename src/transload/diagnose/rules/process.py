@@ -44,9 +44,8 @@ def not_granted(m: Case) -> Matches:
     if around.service and m.driver_broken and (private or forbidden) and not (around.container or around.slurm):
         why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
         names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
-        fix = m.steps(
-            "D05", service=quote(around.service), allow=tuple(f"| DeviceAllow=/dev/{name} rw" for name in names)
-        )
+        allow = tuple(f"| DeviceAllow=/dev/{name} rw" for name in names)
+        fix = m.steps("D05", service=quote(around.service), allow=allow)
         yield "D05", Match((f"the process runs in the unit {around.service}", why, m.driver_result_line), fix)
 
 
@@ -68,32 +67,22 @@ def _libcuda_missing(m: Case) -> bool:
     return m.no_libcuda and not m.driver.libraries.cuda
 
 
-@rules("surroundings", "C08")
-def apptainer_without_gpu(m: Case) -> Matches:
-    """Apptainer or Singularity was started without the card."""
-    kind = m.surroundings.container
-    if m.driver_broken and kind in _APPTAINER and _libcuda_missing(m) and m.host_has_gpu:
-        evidence = (_inside(m), *_host_lines(m), m.driver_result_line)
+@rules("surroundings", "C08", "C05", "C04")
+def given_no_gpu(m: Case) -> Matches:
+    """Apptainer (C08), a Kubernetes pod (C05), or a container whose NVIDIA_VISIBLE_DEVICES asks for no card (C04)."""
+    around, variable = m.surroundings, "NVIDIA_VISIBLE_DEVICES"
+    if not m.driver_broken or not m.host_has_gpu:
+        return
+    if around.container in _APPTAINER and _libcuda_missing(m):
+        evidence: Lines = (_inside(m), *_host_lines(m), m.driver_result_line)
         yield "C08", Match(evidence, fixes.start_with_gpu(m), severity=m.no_gpu_severity)
-
-
-@rules("surroundings", "C05")
-def pod_without_gpu(m: Case) -> Matches:
-    """A Kubernetes pod that was given no card."""
-    if m.driver_broken and m.surroundings.kubernetes and m.fails_without_nodes and m.host_has_gpu:
+    if around.kubernetes and m.fails_without_nodes:
         evidence = ("this is a Kubernetes pod", "there is no /dev/nvidia*", *_host_lines(m))
         yield "C05", Match(evidence, fixes.start_with_gpu(m), severity=m.no_gpu_severity)
-
-
-@rules("surroundings", "C04")
-def no_visible_devices(m: Case) -> Matches:
-    """NVIDIA_VISIBLE_DEVICES asks the container runtime for no card."""
-    around, variable = m.surroundings, "NVIDIA_VISIBLE_DEVICES"
-    if not m.driver_broken or not around.container or around.kubernetes or not m.host_has_gpu:
-        return
     visible = m.env(variable)
     value = "all" if visible is None else visible.strip().lower()
-    if value in ("", "void", "none") and m.nodes.found and not m.card_nodes:
+    in_vain = value in ("", "void", "none") and m.nodes.found and not m.card_nodes
+    if in_vain and around.container and not around.kubernetes:
         origins = m.variables.origins.get(variable, ())
         where = f"It is set in: {', '.join(origins)}" if origins else "Look for it in the image's ENV and env files."
         seen = (f"{variable} is {visible!r}", "there is no /dev/nvidia0 or other card node")
@@ -227,37 +216,32 @@ def _node_match(
     return Match((line, *why, m.driver_result_line, m.nvml_result_line), fix, likely=likely, title=title)
 
 
-def _makes(node: Node) -> str:
-    return "nvidia-modprobe -u -c=0" if node.path == UVM else "nvidia-modprobe -c 0"
-
-
-@rules("nodes", "D02")
-def wrong_device(m: Case) -> Matches:
-    """A node that is not the driver's device, or with no device behind it."""
+@rules("nodes", "D02", "D04", "D01")
+def unusable_node(m: Case) -> Matches:
+    """A node that is not the driver's device (D02), that a device cgroup forbids (D04), or that is missing (D01)."""
     node, container = _faulty_node(m), m.surroundings.container
-    if node is None or not ((wrong := _wrong_device(m, node)) or node.error in ("ENXIO", "ENODEV")):
+    if node is None:
         return
-    name, usual = ("nvidia-uvm", 0) if node.path == UVM else ("nvidia", _NVIDIA_MAJOR)
-    major = m.nodes.majors.get(name, usual)
-    should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
-    what = f"it is a {node.kind}, not a device" if node.kind != "char" else should
-    if container == "lxc":
-        majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
-        fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors))
-    else:
-        fix = m.steps("D02 container" if container else "D02", path=node.path, make=_makes(node))
-    title = f"{node.path} points to the wrong device"
-    yield "D02", _node_match(m, node, (what,), fix, title, likely=not wrong)
-
-
-@rules("nodes", "D04")
-def forbidden_node(m: Case) -> Matches:
-    """A node that a device cgroup forbids."""
-    node = _faulty_node(m)
-    if node and node.error == "EPERM" and not _wrong_device(m, node):
+    is_uvm, wrong = node.path == UVM, _wrong_device(m, node)
+    make = "nvidia-modprobe -u -c=0" if is_uvm else "nvidia-modprobe -c 0"
+    if wrong or node.error in ("ENXIO", "ENODEV"):
+        name, usual = ("nvidia-uvm", 0) if is_uvm else ("nvidia", _NVIDIA_MAJOR)
+        major = m.nodes.majors.get(name, usual)
+        should = f"/proc/devices gives {name} the number {major}" if major else f"/proc/devices has no {name}"
+        why = f"it is a {node.kind}, not a device" if node.kind != "char" else should
+        fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
+        if container == "lxc":
+            majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
+            fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors))
+        title = f"{node.path} points to the wrong device"
+        yield "D02", _node_match(m, node, (why,), fix, title, likely=not wrong)
+    elif node.error == "EPERM":
         allowed = f"the devices cgroup allows: {', '.join(m.nodes.cgroup[:4])}" if m.nodes.cgroup else ""
-        fix = m.steps("D04 container" if m.surroundings.container else "D04")
-        yield "D04", _node_match(m, node, (allowed,), fix)
+        yield "D04", _node_match(m, node, (allowed,), m.steps("D04 container" if container else "D04"))
+    if not node.exists:
+        unloaded = is_uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
+        why = "the module nvidia_uvm is not loaded" if unloaded else ""
+        yield "D01", _node_match(m, node, (why,), m.steps("D01", path=node.path, make=make, uvm=is_uvm))
 
 
 @rules("nodes", "D06", "D03", likely=("D06",))
@@ -292,17 +276,6 @@ def no_access(m: Case) -> Matches:
             option = "options nvidia NVreg_DeviceFileMode=0666"
             fix = m.steps("D03", paths=_OURS, option=fixes.modprobe_option(m, option, "nvidia-device-files.conf"))
         yield "D03", _node_match(m, node, (other, asked), fix, likely=allows)
-
-
-@rules("nodes", "D01")
-def missing_node(m: Case) -> Matches:
-    """A node that does not exist, and that nothing creates."""
-    node = _faulty_node(m)
-    if node and not node.exists:
-        uvm = node.path == UVM
-        unloaded = uvm and m.kernel.modules and "nvidia_uvm" not in m.kernel.modules
-        why = "the module nvidia_uvm is not loaded" if unloaded else ""
-        yield "D01", _node_match(m, node, (why,), m.steps("D01", path=node.path, make=_makes(node), uvm=uvm))
 
 
 @rules("nodes", "R01")

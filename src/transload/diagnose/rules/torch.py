@@ -394,35 +394,24 @@ def preloaded_library(m: Case) -> Matches:
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
 
 
-@rules("torch-libraries", "L12")
-def old_libstdcpp(m: Case) -> Matches:
-    """The C++ library that is loaded is older than the one that torch needs."""
-    error = _STDCPP.search(m.import_error)
+@rules("torch-libraries", "L12", "L13", "L10")
+def unsuitable_library(m: Case) -> Matches:
+    """An old C++ library (L12), an MKL since 2024.1 (L13), or on Windows a DLL that cannot be loaded (L10)."""
+    first, error, of_conda = m.torch.first, torch_says(m.import_error), m.python.environment in fixes.CONDAS
+    too_old = _STDCPP.search(m.import_error)
     lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith(("GLIBCXX_", "CXXABI_"))]
-    if error or (lacking and m.torch_not_run):
-        fix = fixes.conda(m, "libstdcxx-ng") if m.python.environment in fixes.CONDAS else m.steps("L12")
-        folder = dirname(error["library"]) if error else ""
+    if too_old or (lacking and m.torch_not_run):
+        fix = fixes.conda(m, "libstdcxx-ng") if of_conda else m.steps("L12")
+        folder = dirname(too_old["library"]) if too_old else ""
         if folder and folder in fixes.elements(m, "LD_LIBRARY_PATH"):
             fix = fixes.drop_folder(m, "LD_LIBRARY_PATH", folder)
-        yield "L12", Match((torch_says(m.import_error), *(f"not defined: {symbol}" for symbol in lacking[:3])), fix)
-
-
-@rules("torch-libraries", "L13")
-def new_mkl(m: Case) -> Matches:
-    """MKL 2024.1 no longer has a symbol that torch needs."""
+        yield "L12", Match((error, *(f"not defined: {symbol}" for symbol in lacking[:3])), fix)
     if "undefined symbol: iJIT_" in m.import_error:
-        of_conda = m.python.environment in fixes.CONDAS
         fix = fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1")
-        yield "L13", Match((torch_says(m.import_error),), fix)
-
-
-@rules("torch-libraries", "L10")
-def missing_dll(m: Case) -> Matches:
-    """Windows cannot load a DLL of torch."""
-    first, error = m.torch.first, _DLL.search(m.import_error)
-    if error:
-        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in error["dll"]
-        yield "L10", Match((torch_says(m.import_error),), m.steps("L10 fbgemm" if fbgemm else "L10"))
+        yield "L13", Match((error,), fix)
+    if dll := _DLL.search(m.import_error):
+        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in dll["dll"]
+        yield "L10", Match((error,), m.steps("L10 fbgemm" if fbgemm else "L10"))
 
 
 @rules("torch-libraries", "L11", likely=("L11",))
