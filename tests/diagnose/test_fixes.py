@@ -201,7 +201,7 @@ def test_steps_on_the_host_of_a_container_are_marked_and_use_sudo() -> None:
     )
     assert fixes.steps(inside, "H04")[0] == to_host
     assert to_host not in fixes.steps(healthy(), "H04")
-    assert fixes.steps(inside, "D02", path="/dev/nvidia0", make="nvidia-modprobe")[0] == "$ rm -r /dev/nvidia0"
+    assert fixes.steps(inside, "D02", path="/dev/nvidia0", make="nvidia-modprobe")[1] == "$ rm -r /dev/nvidia0"
 
 
 def test_step_is_omitted_if_its_condition_is_false() -> None:

@@ -47,15 +47,14 @@ LAYERS = {
 class Match(NamedTuple):
     """What a rule saw on one machine. Empty lines are left out.
 
-    ``fix`` is that of the finding; ``None`` means the section of ``steps.md`` with the rule's code. ``likely`` means
-    that the evidence suggests the cause but does not prove it. ``title`` replaces that of the rule, if it is not empty.
+    ``fix`` is that of the finding, perhaps with a title that replaces the rule's; ``None`` means the section of
+    ``steps.md`` with the rule's code. ``likely`` means that the evidence suggests the cause but does not prove it.
     """
 
     evidence: Lines
     fix: Lines | None = None
     severity: Severity = "error"
     likely: bool = False
-    title: str = ""
 
 
 Matches = Iterator[tuple[str, Match]]
@@ -81,7 +80,7 @@ class Rule(NamedTuple):
         if match is None:
             return None
         steps = steps_of(filter(None, case.steps(self.code) if match.fix is None else match.fix))
-        stated = match.title or next((step.text for step in steps if step.kind == "title"), "")
+        stated = next((step.text for step in steps if step.kind == "title"), "")
         likely = "probably: " if self.likely or match.likely else ""
         evidence = tuple(filter(None, match.evidence))
         fix = tuple(line for step in steps if step.kind != "title" for line in step.lines)

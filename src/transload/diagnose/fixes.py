@@ -151,10 +151,8 @@ def unset(machine: Machine, *names: str) -> Lines:
 def set_variable(machine: Machine, name: str, value: str) -> Lines:
     """Set a variable in this shell."""
     shell = _shell(machine) or ("", "export {name}={quoted}")
-    return (
-        f"$ {shell[1].format(name=name, value=value, quoted=quote(value))}",
-        *_make_permanent(machine, (name,), "change"),
-    )
+    command = shell[1].format(name=name, value=value, quoted=quote(value))
+    return (f"$ {command}", *_make_permanent(machine, (name,), "change"))
 
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:

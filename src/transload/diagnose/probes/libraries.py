@@ -8,21 +8,13 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 
+from transload import machine as facts
 from transload.diagnose.elf import Elf, Loader, Process, SharedObject, UndefinedSymbol, elements, read_elf
 from transload.diagnose.host import Host
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import CUDA_LIBRARY, table
 from transload.frozen import replace
-from transload.machine import (
-    DriverLibraries,
-    ExtensionPackage,
-    Kind,
-    Library,
-    Resolved,
-    TorchInstall,
-    TorchLibraries,
-    Unknown,
-)
+from transload.machine import ExtensionPackage, Library, Resolved, TorchInstall, Unknown
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
 
@@ -32,18 +24,18 @@ _CONSTANTS = 1 << 21
 _PROGRAMS = ("/usr/bin", "/bin", "/usr/local/bin", "/usr/local/nvidia/bin", "/usr/lib/wsl/lib", "/opt/nvidia/bin")
 
 
-def driver_libraries(loader: Loader) -> DriverLibraries:
+def driver_libraries(loader: Loader) -> facts.DriverLibraries:
     """The files of the driver's libraries: those that the loader finds, others on the disk, and their releases."""
     host = loader.host
     if host.uname[0] != "Linux":
         why = Unknown(f"the loader of {host.uname[0]} is not known")
-        return DriverLibraries(why, why, why)
+        return facts.DriverLibraries(why, why, why)
     path = elements("" if loader.musl else host.environ.get("LD_LIBRARY_PATH", ""))
     relative = [element for element in path if element and not element.startswith(("/", "$"))]
     searched = ["LD_LIBRARY_PATH has an empty element"] if "" in path else []
     searched += [f"LD_LIBRARY_PATH has a relative element: {element}" for element in relative[:1]]
     folders = [folder for folder in host.search_path() if not folder.startswith("/mnt/")]  # of Windows in WSL: slow
-    return DriverLibraries(
+    return facts.DriverLibraries(
         cuda=_libraries(loader, "libcuda.so.1"),
         nvml=_libraries(loader, "libnvidia-ml.so.1"),
         ptx_compiler=_libraries(loader, "libnvidia-ptxjitcompiler.so.1"),
@@ -80,7 +72,7 @@ def _libraries(loader: Loader, name: str) -> tuple[Library, ...]:
         release = _RELEASE.search(constants)
         version = suffix[1] if suffix else (release[1] or release[2]).decode() if release else ""
         folders = {*path.split("/")[:-1], *target.split("/")[:-1]}
-        kind: Kind = "driver" if version or folders & {"tegra", "nvidia"} else "other"
+        kind: facts.Kind = "driver" if version or folders & {"tegra", "nvidia"} else "other"
         if "stubs" in folders:
             kind = "stub"
         elif any(folder == "compat" or folder.startswith("cuda-compat") for folder in folders):
@@ -329,13 +321,13 @@ _KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
 _MOST_SYMBOLS = 8  # Symbols named for each library: a wrong one lacks hundreds.
 
 
-def torch_libraries(loader: Loader, path: Sequence[str], install: TorchInstall) -> TorchLibraries:
+def torch_libraries(loader: Loader, path: Sequence[str], install: TorchInstall) -> facts.TorchLibraries:
     """The architectures that torch has code for, and the NVIDIA libraries it loads if ``sys.path`` is ``path``."""
     listed = _arch_list(loader.host, install)
     if loader.host.uname[0] != "Linux":
-        return TorchLibraries(architectures=listed, cubins=Unknown("read on Linux only"))
+        return facts.TorchLibraries(architectures=listed, cubins=Unknown("read on Linux only"))
     imported = _TorchImport(loader, path, install)
-    return TorchLibraries(
+    return facts.TorchLibraries(
         architectures=listed,
         cubins=_cubins(loader, install),
         needed=tuple(imported.needed()),

@@ -506,9 +506,8 @@ def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distri
         # With metadata or compiled code it is an install, though perhaps a broken one.
         if dists or compiled:
             return "install", path
-        source = {"csrc", "_C"} & set(inside) or "cuda" in assigned(
-            host.text(f"{path}/version.py", _VERSION_FILE) or ""
-        )
+        version = assigned(host.text(f"{path}/version.py", _VERSION_FILE) or "")
+        source = {"csrc", "_C"} & set(inside) or "cuda" in version
         return "source" if source else "package", path
     for name in names:
         if _MODULE.fullmatch(name) and not host.is_dir(f"{folder}/{name}"):

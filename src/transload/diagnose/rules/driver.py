@@ -382,8 +382,7 @@ def wrong_library(m: Case) -> Matches:
             fix = (*drop, *fix) if lib else fix
         yield "U13", Match((line, problem, m.driver_result_line, m.works_without_line, better), fix)
     elif lib and freed and lib.via == "LD_LIBRARY_PATH" and not (stub or compat):
-        title = "another libcuda.so.1 is loaded instead of the driver's"
-        yield "U13", Match((line, m.driver_result_line, m.works_without_line), drop, title=title)
+        yield "U13", Match((line, m.driver_result_line, m.works_without_line), m.steps("U13", drop=drop))
 
 
 @rules("libraries", "U05", "U06", "U07")
@@ -400,8 +399,7 @@ def not_found(m: Case) -> Matches:
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
     if m.cuda_works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
         missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
-        title = "the driver's NVML library is not installed"
-        yield "U06", Match((missing, "CUDA works"), _packages(m), "note", title=title)
+        yield "U06", Match((missing, "CUDA works"), m.steps("U06 NVML", packages=_packages(m)), "note")
     if not m.no_libcuda or not m.driver_broken or m.no_gpu or m.surroundings.wsl or m.withheld:
         return
     on_disk = (lib for lib in m.driver.libraries.cuda or () if lib.via == "disk" and lib.kind == "driver")
@@ -411,9 +409,9 @@ def not_found(m: Case) -> Matches:
         fix = _search(m, dirname(lib.path), "nvidia.conf")
         yield "U05", Match((unsearched, m.driver_result_line), fix, likely=m.torch_not_run)
     elif m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
-        title = "" if m.driver.libraries.nvml else "the driver's libraries are not installed"
+        fix = m.steps("U06", none=not m.driver.libraries.nvml, packages=_packages(m))
         loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
-        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_result_line), _packages(m), title=title)
+        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_result_line), fix)
 
 
 def _packages(m: Case, *, again: bool = False) -> Lines:
@@ -592,10 +590,6 @@ def unexplained(m: Case) -> Matches:
     if not crashes_torch and (m.no_gpu or not gpu):
         return
     meaning = result("cuda", m.driver_result).text
-    title = {
-        "crashed": "the CUDA driver's library crashes, for an unknown reason",
-        "no-library": "libcuda.so.1 is not found, for an unknown reason",
-    }.get(state, "")
     crashed = lib if state == "crashed" else None
     needed = (m.nodes.at(CONTROL), m.nodes.at(UVM), *m.card_nodes)
     sound = m.nodes.found and m.card_nodes and all(node.exists and not node.error for node in needed)
@@ -617,5 +611,5 @@ def unexplained(m: Case) -> Matches:
     if crashed is not None and (crashed.via.startswith("LD_") or m.no_gpu):
         fix = m.steps("X08 library", drop=_drop_library(m, crashed))
     else:
-        fix = m.steps("X08 wsl" if m.surroundings.wsl else "X08")
-    yield "X08", Match(evidence, fix, title=title)
+        fix = m.steps("X08 wsl" if m.surroundings.wsl else "X08", crashed=state == "crashed")
+    yield "X08", Match(evidence, fix)

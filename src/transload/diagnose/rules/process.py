@@ -205,15 +205,13 @@ def _faulty_node(m: Case) -> Node | None:
     return needed[0] if needed and all(_bad(m, node) for node in needed) else None
 
 
-def _node_match(
-    m: Case, node: Node, why: Lines, fix: Lines | None = None, title: str = "", *, likely: bool = False
-) -> Match:
+def _node_match(m: Case, node: Node, why: Lines, fix: Lines | None = None, *, likely: bool = False) -> Match:
     line = f"{node.path} does not exist"
     if node.exists:
         owner = f"owner {node.uid}, group {node.group or node.gid}"
         state = f"opening it fails with {node.error}" if node.error else "it can be opened"
         line = f"{node.path}: {state} (mode {node.mode:04o}, {owner}, device {node.major}:{node.minor})"
-    return Match((line, *why, m.driver_result_line, m.nvml_result_line), fix, likely=likely, title=title)
+    return Match((line, *why, m.driver_result_line, m.nvml_result_line), fix, likely=likely)
 
 
 @rules("nodes", "D02", "D04", "D01")
@@ -232,9 +230,9 @@ def unusable_node(m: Case) -> Matches:
         fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
         if container == "lxc":
             majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
-            fix = m.steps("D02 lxc", allow=tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors))
-        title = f"{node.path} points to the wrong device"
-        yield "D02", _node_match(m, node, (why,), fix, title, likely=not wrong)
+            allow = tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors)
+            fix = m.steps("D02 lxc", path=node.path, allow=allow)
+        yield "D02", _node_match(m, node, (why,), fix, likely=not wrong)
     elif node.error == "EPERM":
         allowed = f"the devices cgroup allows: {', '.join(m.nodes.cgroup[:4])}" if m.nodes.cgroup else ""
         yield "D04", _node_match(m, node, (allowed,), m.steps("D04 container" if container else "D04"))
@@ -436,8 +434,8 @@ def hidden_gpus(m: Case) -> Matches:
             rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
             severity: Severity = "warning" if rest.count > 0 else "note"  # a warning if that hides a GPU
             left = f"{seen.count} of {len(gpus)} GPUs are visible"
-            title = f"{CVD} is cut off at {seen.token!r}"
-            yield code, Match((*evidence, left), correct, severity, title=title)
+            title = f"= {CVD} is cut off at {seen.token!r}"
+            yield code, Match((*evidence, left), (title, *correct), severity)
     if run.count == 0 and run.cuda_works:
         counted = "torch.cuda.device_count() is 0, but a kernel ran on the GPU"
         yield "E13", Match((f"{CVD} is {value!r}", counted), correct, severity="warning")

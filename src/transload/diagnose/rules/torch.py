@@ -720,17 +720,17 @@ def torch_ends(m: Case) -> Matches:
     state, step = run.answer.state, m.failed()
     if state in ("hung", "crashed"):
         hung, detail = state == "hung", run.answer.detail or state
-        title = f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
+        title = f"= torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
         if cuda.answer.state == "crashed" and step and step.name != "import":
             # torch is not the reason, so reinstalling it does not help
             where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
             fix = m.steps("X11 driver")
             if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
                 fix = m.steps("X11 library", path=lib.path, drop=drop)
-            yield "X11", Match((detail, f"also without torch: {m.driver_result_line}", where), fix, title=title)
+            yield "X11", Match((detail, f"also without torch: {m.driver_result_line}", where), (title, *fix))
         else:
             fix = m.steps("X11 hung" if hung else "X11", waits=" at " in detail)
-            yield "X11", Match((detail,), fix, likely=hung, title=title)
+            yield "X11", Match((detail,), (title, *fix), likely=hung)
     elif m.import_error:
         module = _MODULE.search(m.import_error)
         name = module["name"].partition(".")[0] if module else "torch"
@@ -789,5 +789,5 @@ def not_asked(m: Case) -> Matches:
         reasons = " ".join(evidence).lower()
         how = "X13 limit" if re.search("temporarily unavailable|allocate memory|start new thread", reasons) else "X13"
         how = "X13 forbidden" if re.search("permission denied|not permitted", reasons) else how
-        title = "" if driver else "torch could not be run, so whether it works is unknown"
-        yield "X13", Match(evidence, m.steps(how), "error" if driver else "warning", title=title)
+        fix = m.steps(how, driver_known=not driver)
+        yield "X13", Match(evidence, fix, "error" if driver else "warning")
