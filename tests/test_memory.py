@@ -48,7 +48,7 @@ def _freeze_imports() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _disable_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("transload.formats._has_frozen", False)  # a read may set it; undone after the test
+    monkeypatch.setattr("transload.io._has_frozen", False)  # a read may set it; undone after the test
     gc.collect()
     gc.disable()
     try:
