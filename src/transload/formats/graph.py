@@ -406,6 +406,7 @@ class _Walk:
         walk = _Walk(self.table)
         walk.depth, walk.on_path = depth, self.on_path
         walk.run(node, *at)
+        walk.rebuilder = None  # which refers to the walk: only the garbage collector would free both
         return walk.tensors, walk.noted.problems()
 
 
@@ -421,6 +422,7 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
         walk.run(root)
     except TooMuch as reason:
         walk.noted.add("tree-too-large", "", str(reason))
+    walk.rebuilder = None  # as in _inside
     if walk.skipped:
         walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
     problems = (*walk.noted.problems(), *table.noted.problems())
