@@ -135,6 +135,7 @@ class Case(Machine):
 
     def __init__(self, machine: Machine) -> None:
         self.__dict__.update(machine.__dict__)
+        self._log = re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))  # without timestamps
         self._matches: dict[Check, dict[str, Match]] = {}
         hardware, kernel, nodes, around = self.hardware, self.kernel, self.nodes, self.surroundings
         cuda, nvml, run, first = self.driver.cuda, self.driver.nvml, self.torch_run, self.torch.first
@@ -197,6 +198,8 @@ class Case(Machine):
         node = nodes.found and not self.nodes_absent and not removed
         trace = hardware.present or self.host_has_gpu or node or self.nvml_works or self.cuda_works or around.wsl
         self.no_gpu = isinstance(hardware.pci, tuple) and not trace
+        # Whether there is an NVIDIA GPU; ``None`` if that is unknown.
+        self.has_nvidia_if_known = True if self.has_nvidia else False if self.no_gpu else None
         # Whether a card on the bus needs NVIDIA's kernel driver; under WSL and on a Jetson none does.
         self.needs_driver = bool(hardware.gpus) and self.driver_broken and not around.wsl
         # How bad it is that a process has no GPU: only a note if its torch is built without CUDA.
@@ -317,11 +320,6 @@ class Case(Machine):
         """Whether the driver does not start because it does not support the card, or lacks its firmware."""
         return self.matches("K06", "K07", "K08", "K09", "K12")
 
-    @cached_property
-    def _log(self) -> str:
-        """The kernel log as one line, without timestamps."""
-        return re.sub(r" +", " ", _LOG_NOISE.sub(" ", " ".join(self.kernel.log or ())))
-
     def logged(self, pattern: str) -> str:
         """A line that quotes the first match in the kernel log, even across lines; empty if there is none."""
         quote = re.search(pattern, self._log)
@@ -343,11 +341,6 @@ class Case(Machine):
     def steps(self, name: str, /, **values: object) -> Lines:
         """A section of ``steps.md`` for this machine."""
         return fixes.steps(self, name, **values)
-
-    @property
-    def has_nvidia_if_known(self) -> bool | None:
-        """Whether there is an NVIDIA GPU; ``None`` if that is unknown."""
-        return True if self.has_nvidia else False if self.no_gpu else None
 
     @property
     def reinstall(self) -> Lines:

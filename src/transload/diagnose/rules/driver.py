@@ -26,19 +26,14 @@ def _bus_line(m: Case) -> str:
     return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
 
 
-@rules("hardware", "N01")
-def notebook_without_gpu(m: Case) -> Matches:
-    """A note: a hosted notebook without a GPU."""
-    notebook = m.surroundings.notebook
+@rules("hardware", "N01", "H06")
+def chosen_without_gpu(m: Case) -> Matches:
+    """A note: a hosted notebook without a GPU (N01). Or prime-select chose another card, so that none is used (H06)."""
+    notebook, prime, first = m.surroundings.notebook, m.platform.prime, m.torch.first
     if notebook in ("colab", "kaggle") and m.no_gpu:
         evidence = (f"this is {notebook.title()}", _bus_line(m))
         yield "N01", Match(evidence, m.steps(f"N01 {notebook}"), severity="note")
-
-
-@rules("hardware", "H06")
-def switched_off(m: Case) -> Matches:
-    """prime-select chose another card, and no NVIDIA driver is loaded although it is installed."""
-    prime, first = m.platform.prime, m.torch.first
+    # NVIDIA's driver is not loaded although it is installed
     built = m.platform.kernel in (m.kernel.built_for or ())
     if prime in ("intel", "amd") and m.kernel.loaded is False and (built or m.no_gpu) and not m.cuda_works:
         severity: Severity = "note" if first is None or first.cpu_only else "error"

@@ -134,17 +134,12 @@ def mixed_torch(m: Case) -> Matches:
         yield "P04", Match(leftovers, m.steps("P04 leftovers"), "note")
 
 
-@rules("python", "P01")
+@rules("python", "P01", "W02", likely=("W02",))
 def no_torch(m: Case) -> Matches:
-    """The examined Python has no torch."""
+    """The examined Python has no torch (P01), and there are few wheels for Windows on Arm (W02)."""
     if _absent(m) and not m.torch_imported:
         fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.has_nvidia_if_known))
         yield "P01", Match((f"{_python_line(m)} has no torch", m.python.why, *_other_pythons(m)), fix)
-
-
-@rules("python", "W02", likely=("W02",))
-def windows_on_arm(m: Case) -> Matches:
-    """There is no torch, and few wheels for this system."""
     arm = m.platform.machine.lower() in ("arm64", "aarch64")
     if m.platform.system == "Windows" and arm and m.torch.installs == ():
         yield "W02", Match((f"the processor is {m.platform.machine}",))
@@ -394,10 +389,10 @@ def preloaded_library(m: Case) -> Matches:
         yield "L08", Match(evidence, fix, severity="error" if fails else "note", likely=not proof)
 
 
-@rules("torch-libraries", "L12", "L13", "L10")
+@rules("torch-libraries", "L12", "L13")
 def unsuitable_library(m: Case) -> Matches:
-    """An old C++ library (L12), an MKL since 2024.1 (L13), or on Windows a DLL that cannot be loaded (L10)."""
-    first, error, of_conda = m.torch.first, torch_says(m.import_error), m.python.environment in fixes.CONDAS
+    """A C++ library that is too old for torch (L12), or an MKL that is too new (L13)."""
+    error, of_conda = torch_says(m.import_error), m.python.environment in fixes.CONDAS
     too_old = _STDCPP.search(m.import_error)
     lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith(("GLIBCXX_", "CXXABI_"))]
     if too_old or (lacking and m.torch_not_run):
@@ -409,15 +404,15 @@ def unsuitable_library(m: Case) -> Matches:
     if "undefined symbol: iJIT_" in m.import_error:
         fix = fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1")
         yield "L13", Match((error,), fix)
+
+
+@rules("torch-libraries", "L10", "L11", likely=("L11",))
+def windows_dlls(m: Case) -> Matches:
+    """Windows cannot load a DLL of torch (L10), or torch fails with CUDA's DLLs from elsewhere (L11)."""
+    first = m.torch.first
     if dll := _DLL.search(m.import_error):
         fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in dll["dll"]
-        yield "L10", Match((error,), m.steps("L10 fbgemm" if fbgemm else "L10"))
-
-
-@rules("torch-libraries", "L11", likely=("L11",))
-def other_dlls(m: Case) -> Matches:
-    """torch fails, and Windows has loaded CUDA's DLLs from elsewhere."""
-    first = m.torch.first
+        yield "L10", Match((torch_says(m.import_error),), m.steps("L10 fbgemm" if fbgemm else "L10"))
     if m.platform.system == "Windows" and first and m.failed() and not m.torch_computes:
         mapped = ((file, file.replace("\\", "/").rpartition("/")[2].lower()) for file in m.torch_run.libraries)
         dlls = (file for file, name in mapped if name.startswith(("cudart64_", "cudnn", "cublas")))
