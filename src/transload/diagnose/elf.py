@@ -175,10 +175,7 @@ class Elf:
 
     @_with_file
     def undefined(self, file: _File, of: Collection[str] | None = None) -> tuple[UndefinedSymbol, ...]:
-        """The symbols (with ``of``, only those of these files) and all versions that it needs, without weak ones.
-
-        A version is a symbol without a name: ``GLIBC_2.28`` of ``libc.so.6``.
-        """
+        """What it needs, except weakly: symbols, with ``of`` those of these files, and versions, which have no name."""
         needs = []  # file, number and name of every version that it needs, and whether the need is weak
         strings = self.offset(_STRINGS)
         for start, (_, count, name, aux, _) in _linked(file, self.offset(_NEEDS), _NEED):
@@ -212,10 +209,7 @@ class Elf:
 
     @_with_file
     def architectures(self, file: _File) -> dict[str, int]:
-        """Architecture (``sm_90``, ``sm_90a``, ``compute_90``) → the number of its cubins or PTX texts.
-
-        The suffix ``a`` marks code for that chip only, ``f`` code for a family (``sm_103f``).
-        """
+        """Architecture (``sm_90``; ``sm_90a`` is one chip, ``sm_103f`` a family) → how many cubins or PTX texts."""
         sizes: dict[tuple[str, int, str], int] = {}
         for start, size in self._sections(file, (".nv_fatbin", "__nv_relfatbin")):
             at, end = start, start + size
@@ -532,10 +526,7 @@ _BY_HWCAPS = 1 << 62
 
 
 def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[str, tuple[str, ...]]:
-    """Name → paths, in the order in which the loader prefers them; empty if the bytes are not a cache.
-
-    ``hwcaps`` are the subfolders of ``glibc-hwcaps`` that the processor can use, best first.
-    """
+    """Name → paths, in the loader's order; empty without a cache. ``hwcaps`` are the usable subfolders, best first."""
     start = cache.find(_MAGIC)
     if start < 0 or len(cache) < start + _CACHE_HEADER.size:
         return {}
@@ -571,10 +562,7 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
 
 
 class Process:
-    """A simulated process of the examined interpreter: which file it would map for which name.
-
-    It starts with what LD_PRELOAD and /etc/ld.so.preload list, and what the interpreter needs.
-    """
+    """A simulated process of the interpreter, with what is preloaded and needed: which file it maps for which name."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader

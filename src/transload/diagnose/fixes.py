@@ -258,10 +258,7 @@ def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool
 
 
 def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Lines:
-    """Install NVIDIA's driver, in the branch and the flavour that support the cards of this machine.
-
-    ``at_least`` is the lowest branch; ``exactly`` the only one that works.
-    """
+    """Install NVIDIA's driver for the cards of this machine: a branch from ``at_least`` on, or ``exactly`` this one."""
     branch, first, open_module, *generations = driver_for_cards(machine, exactly)
     kept, dropped = map(" and ".join, generations)
     least, closed = max(at_least, first), open_module is False
@@ -371,10 +368,7 @@ def _major(version: str) -> str:
 
 
 def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:
-    """Install torch where there is none: for the NVIDIA GPU, or without one (``False``) the small CPU build.
-
-    ``None`` means that it is unknown whether the machine has one.
-    """
+    """Install torch where there is none; ``gpu`` is whether there is one of NVIDIA, ``None`` if that is unknown."""
     if gpu:
         return install_wheel(machine)
     default = tables.build_of(tables.releases()[-1], wheel_platform(machine))

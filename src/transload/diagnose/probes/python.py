@@ -192,10 +192,7 @@ _VERSION = re.compile(r"(?:python|pypy)(3\.\d+)", re.ASCII)
 
 
 def others(host: Host, prefix: str, path: Sequence[str]) -> Iterator[str]:
-    """Interpreters that have a different torch than the environment at ``prefix``, whose import path is ``path``.
-
-    There is one for each torch: ``/usr/bin/python3: torch 2.8.0+cu128``.
-    """
+    """Interpreters with another torch than ``path`` has, one for each: ``/usr/bin/python3: torch 2.8.0+cu128``."""
     seen = {host.target(f"{entry}/torch") for entry in path}
     paths = chain((path for path, _ in likely(host)), _more(host, prefix))
     for executable, home, torch in islice(filter(None, (interpreter(host, path) for path in paths)), _MANY):
@@ -288,10 +285,7 @@ def _config(host: Host, prefix: str) -> dict[str, str]:
 
 
 def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
-    """The kind of environment of an interpreter with these prefixes, and the tool for a user in ``host.cwd``.
-
-    Kinds are ``venv``, ``conda``, ``pixi``, ``pipx``, ``uv-tool``, ``pyenv``, ``nix`` and ``system``.
-    """
+    """The kind of environment of an interpreter with these prefixes, and the tool for a user in ``host.cwd``."""
 
     def project(folder: str) -> list[str]:
         """The tools of a project, by their lock files and its settings."""
@@ -495,10 +489,7 @@ def _entries(host: Host, python: Python) -> Iterator[_PathEntry]:
 
 
 def _found(host: Host, folder: str, names: Sequence[str], dists: Sequence[Distribution]) -> tuple[Any, str]:
-    """The kind and path of what Python's ``PathFinder`` finds: a package first, then a module.
-
-    A folder without ``__init__`` counts only if there is nothing else.
-    """
+    """The kind and path of what ``PathFinder`` finds: a package, a module, or last a folder without ``__init__``."""
     path = f"{folder}/torch"
     inside = host.listdir(path) or () if "torch" in names else ()
     compiled = any(_COMPILED.fullmatch(name) for name in inside)
@@ -615,10 +606,7 @@ _NOISE = 20  # Lines of output that are kept.
 
 
 def question(host: Host, executable: str = "") -> Question:
-    """Run torch in an interpreter, by default the host's, in the user's environment and current directory.
-
-    The environment is unchanged: its effect on torch is what is examined.
-    """
+    """Run torch in an interpreter, by default the host's; its environment is the user's, which is examined, too."""
     return Question(source("ask_torch"), host.real(executable or host.python), host, ("-B",))
 
 

@@ -468,10 +468,7 @@ _LINE = 1 << 11  # characters: the kernel itself writes at most half of that at 
 
 
 def kernel_log(host: Host) -> tuple[str, ...] | Unknown:
-    """The last lines about a GPU since boot: from the kernel, else from a log file.
-
-    A line is the message without its time and host, and repeated messages appear once.
-    """
+    """The last messages about a GPU since boot, each once, without time and host: from the kernel or a log file."""
     log = host.kernel_ring(_TAIL)
     booted = host.findall(r"^btime (\d{1,12})$", "/proc/stat")
     for path in ("/var/log/kern.log", "/var/log/dmesg", "/var/log/messages") if isinstance(log, Unknown) else ():
