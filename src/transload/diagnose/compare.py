@@ -325,16 +325,14 @@ def compare(
 
 
 def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[FactDifference]) -> FactDifference:
-    """The machines grouped by value, without groups that follow from ``earlier`` differences.
-
-    It is only a note if every machine has a different value, which must be on purpose.
-    """
+    """The machines grouped by value, without groups that follow from ``earlier`` differences."""
     by_value: dict[str, list[str]] = {}
     for name, value in values.items():
         by_value.setdefault(value, []).append(name)
     groups = [Group(value, tuple(names)) for value, names in by_value.items()]
     groups.sort(key=lambda group: -len(group.nodes))
     usual = groups[0].value if 2 * len(groups[0].nodes) > len(values) else None
+    # a value of its own on every machine must be on purpose
     level = "note" if len(groups) == len(values) > 2 and fact not in FACTS else fact.level
     implied = [difference for difference in earlier if difference.fact in fact.implied_by and not difference.follows]
     explained = {group.nodes for difference in implied for group in difference.odd}

@@ -171,12 +171,10 @@ class _TorchImport:
                     self.owners.setdefault(f"{dist.site}/{file}", {}).setdefault(dist.name, dist.stated)
 
     def _preload(self, libraries: Sequence[Preload]) -> None:
-        """Load one after the other, up to the first required one that cannot be loaded.
-
-        In every entry of ``sys.path`` torch searches the folder of the package, then that of its CUDA version.
-        """
+        """Load one after the other, up to the first required one that cannot be loaded."""
         major = self.install.cuda.partition(".")[0]
         for package, name, required in libraries:
+            # in every entry of sys.path the folder of the package, then that of its CUDA version
             folders = (f"nvidia/{package}", f"nvidia/cu{major}", package)
             paths = (f"{entry}/{folder}/lib" for entry in self.path for folder in folders)
             files = (file for path in paths for file in self.loader.host.paths(path))

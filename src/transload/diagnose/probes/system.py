@@ -229,13 +229,10 @@ def _signs(host: Host, mounted: tuple[Mount, ...]) -> Iterator[tuple[str, Any, s
 
 
 def service_of(host: Host) -> str:
-    """The system service of systemd that this process belongs to; empty if it is in none.
-
-    ``user@1000.service`` is a user's session, where terminals of a desktop are services too.
-    """
+    """The system service of systemd that this process belongs to; empty if it is in none."""
     for path in host.findall(r"^[^:\n]*:(?:name=systemd)?:(.*)", "/proc/self/cgroup"):
         units = [step for step in path.split("/") if step.endswith(".service")]
-        if units and "/user@" not in path:
+        if units and "/user@" not in path:  # a user's session, where terminals of a desktop are services too
             return str(units[0])
     return ""
 
