@@ -388,7 +388,7 @@ class _Walk:
     def _take(self, function: str, args: object, at: _Place) -> bool:
         """Add the tensor of a call; true if it has attributes, which come next."""
         if self.rebuilder is None:
-            from transload.formats.rebuild_facts import RebuildReader  # here, since most files do not need it
+            from transload.formats.rebuild_facts import RebuildReader  # here, since many files have no tensors
 
             self.rebuilder = RebuildReader(self.table, self._inside, self.depth)
         tensor, attributes, wrong = self.rebuilder.tensor(function, args, at)
@@ -396,6 +396,8 @@ class _Walk:
             self.noted.add("tensor-broken", at[1] or "the root", wrong)
             return False
         self.tensors.append(tensor)
+        if not attributes:
+            return False
         before = len(self.frames)
         for attribute in reversed(attributes):
             self._visit(attribute, *at, again=False, attribute=True)

@@ -78,6 +78,9 @@ def _dtype(node: object) -> str:
     return node.name if type(node) is Global and node.module == "torch" and node.name in ITEMSIZE else "unknown"
 
 
+_METHODS = {function: f"_{function.rpartition('.')[2].lstrip('_').lower()}" for function in REBUILDS}
+
+
 class RebuildReader:
     """Makes the tensors that torch's rebuild functions would make; each function has a method of its name.
 
@@ -111,7 +114,7 @@ class RebuildReader:
             raise BadTensor("it is made of tensors that are nested too deeply")
         self._depth += 1
         try:
-            tensor: Tensor = getattr(self, f"_{function.rpartition('.')[2].lstrip('_').lower()}")(args, at)
+            tensor: Tensor = getattr(self, _METHODS[function])(args, at)
             return tensor
         finally:
             self._depth -= 1

@@ -140,13 +140,14 @@ def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:
             return None
         if not pickle.globals.keys() <= PURPOSES.keys():
             return None
-        names = ordinary_names(pickle)
-        if not all(is_ordinary_call(call, *names) for call in pickle.calls):
-            return None
+        ordered_dict, tensor, parameter = ordinary_names(pickle)
+        for call in pickle.calls:
+            if not is_ordinary_call(call, ordered_dict, tensor, parameter):
+                return None
         called = Counter([id(call.callee) for call in pickle.calls])
         built = sum([bool(call.states) for call in pickle.calls])  # only OrderedDicts
         for key, node in pickle.globals.items():
-            times = built if node is names[0] else 0
+            times = built if node is ordered_dict else 0
             uses.append(GlobalUse(*key, "data", PURPOSES[key], node.count, called[id(node)], times, "", pickle.name))
     return Judgement("data-only", tuple(uses))
 
