@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -201,6 +202,7 @@ READS: dict[str, Callable[[Path], object]] = {
     "load, truncated": lambda at: transload.load(at / "cut.pt"),
     "load, refused": lambda at: transload.load(at / "module.pt"),
     "load, safetensors": lambda at: transload.load(at / "x.safetensors"),
+    "load, unpacked": lambda at: transload.load(at / "unpacked"),
     "open": lambda at: [(f["a"], f["p"][1:3]) for f in [transload.open(at / "x.pt")]],
     "open, missing key": lambda at: [f["nothing"] for f in [transload.open(at / "x.pt")]],
     "load_into": lambda at: transload.load_into(torch.nn.Linear(300, 300), at / "linear.pt"),
@@ -220,6 +222,8 @@ def test_reading_leaves_no_cycles(name: str, tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(300, 300), tmp_path / "module.pt")
     torch.save(torch.nn.Linear(300, 300).state_dict(), tmp_path / "linear.pt")
     transload.convert(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    with ZipFile(tmp_path / "x.pt") as archive:
+        archive.extractall(tmp_path / "unpacked")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-2000])
     gc.collect()
     assert left_in_cycles(lambda: READS[name](tmp_path), Storage, Call, Dict, DeviceMap) == []

@@ -135,13 +135,17 @@ class OpenCheckpoint:
     @cached_property
     def elements(self) -> ElementReader:
         """The elements of its tensors, without torch."""
-        from weakref import proxy
-
         from transload.opening.elements import ElementReader
 
-        opened = proxy(self)  # a reference cycle would keep the files open until the garbage collector runs
         complete = tuple((file.name, file.checkpoint) for file in self.files if not file.index)
-        return ElementReader(self.checkpoint, lambda name: opened.file(name), complete)  # noqa: PLW0108 - opened.file is a strong reference
+        return ElementReader(self.checkpoint, self._weak_file(), complete)
+
+    def _weak_file(self) -> Callable[[str], Source]:
+        """``file``, for what this refers to: a reference cycle would keep files open until garbage is collected."""
+        from weakref import proxy
+
+        opened = proxy(self)
+        return lambda name: opened.file(name)  # noqa: PLW0108 - opened.file is a strong reference
 
     def node(self, path: tuple[Key, ...]) -> tuple[CheckpointFile, object] | None:
         """The file that has a node at a path, and that node; ``None`` if there is none."""
@@ -195,7 +199,7 @@ class OpenCheckpoint:
 
         checkpoint = sets.read(folder, read, partial(read_source, verify=verify), index=index)
         if checkpoint.index:
-            return checkpoint, (CheckpointFile(checkpoint, self.file, index=checkpoint.index),)
+            return checkpoint, (CheckpointFile(checkpoint, self._weak_file(), index=checkpoint.index),)
         members = [part.name for part in checkpoint.parts if part.role == "member"]
         return checkpoint, tuple(files[name] for name in members if name in files)
 
