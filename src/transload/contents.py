@@ -66,9 +66,11 @@ class Tensor(NamedTuple):
     ``state_dict()``. ``offset`` is the offset in elements into the storage, as ``Tensor.storage_offset()``. ``kind``
     is ``strided`` for ordinary tensors, else ``quantized``, ``sparse_coo``, ``sparse_csr`` …, ``nested``, ``meta``,
     ``subclass``, ``device`` (bytes on the CPU, rebuilt on another device), or ``sharded`` (in pieces, over several
-    files); tensors that consist of others have them as ``parts``, and no storage. ``start`` of a part of a sharded
-    tensor is the position of its first element in the whole. ``cls`` is the class if it is not plain ``torch.Tensor``.
-    ``flags`` are ``conj`` and ``neg``: the stored numbers still have to be conjugated or negated.
+    files); tensors that consist of others have them as ``parts``, and no storage. A part of a sharded tensor is a box
+    of it, and ``start`` the position of its first element in each dimension; or it is a run of its elements in
+    row-major order: then it has one dimension, and ``start`` is one number, the position in the flattened tensor.
+    ``cls`` is the class if it is not plain ``torch.Tensor``. ``flags`` are ``conj`` and ``neg``: the stored numbers
+    still have to be conjugated or negated.
     """
 
     path: tuple[Key, ...]

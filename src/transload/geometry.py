@@ -118,6 +118,32 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:
             yield Box((*outer, index, *(0 for _ in rest)), (*(1 for _ in outer), size, *rest))
 
 
+def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Split a run of the elements of a shape, counted in row-major order, into boxes: at most two per dimension.
+
+    The elements of each box are consecutive, and the boxes are in order.
+
+    >>> list(boxes_of_run((3, 4), 2, 9))
+    [Box(start=(0, 2), shape=(1, 2)), Box(start=(1, 0), shape=(1, 4)), Box(start=(2, 0), shape=(1, 1))]
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    size = prod(shape[1:])
+    first, last = -(-begin // size), end // size  # whole rows
+    if first > begin // size:
+        row = first - 1
+        inner = boxes_of_run(shape[1:], begin - row * size, min(end - row * size, size))
+        yield from (Box((row, *box.start), (1, *box.shape)) for box in inner)
+    if last > first:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if last >= first and end > last * size:
+        inner = boxes_of_run(shape[1:], 0, end - last * size)
+        yield from (Box((last, *box.start), (1, *box.shape)) for box in inner)
+
+
 class Axis(NamedTuple):
     """A dimension: its size, and its stride in the storage and in the result, in elements."""
 

@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from math import prod
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 from tests.each import each
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.errors import ContentError
-from transload.geometry import boxes, contiguous
+from transload.geometry import Box, boxes, boxes_of_run, contiguous
 from transload.io.sources import BytesSource
 from transload.opening.elements import ElementReader, is_covered
 
@@ -33,6 +35,22 @@ def sharded(
         parts.append(Tensor(("x", *first), f"x{first}", dtype, sizes, contiguous(sizes), "cpu", name, start=first))
     tensor = Tensor(("x",), "x", dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
     return ElementReader(Checkpoint("x", "dcp", 0, tensors=(tensor,), storages=tuple(storages)), files.__getitem__)
+
+
+def in_runs(shape: tuple[int, ...], cuts: tuple[int, ...], step: int = 1) -> ElementReader:
+    """A tensor whose elements count up from 0, cut at these positions of the flattened tensor; all parts in a file.
+
+    ``step`` is the stride of the parts.
+    """
+    parts = []
+    for begin, end in spans(prod(shape), cuts):
+        size = (end - begin,)
+        parts.append(Tensor(("x",), "x", "int32", size, (step,), "cpu", "0", begin * step, start=(begin,)))
+    tensor = Tensor(("x",), "x", "int32", shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
+    data = b"".join(value.to_bytes(4, "little") * step for value in range(prod(shape)))
+    storage = Storage("0", "0", "cpu", "int32", len(data), len(data), 0)
+    source = BytesSource(data)
+    return ElementReader(Checkpoint("x", "dcp", 0, tensors=(tensor,), storages=(storage,)), lambda _: source)
 
 
 def spans(size: int, cuts: tuple[int, ...]) -> Iterator[tuple[int, int]]:
@@ -112,3 +130,79 @@ def test_boxes_are_in_row_major_order(shape: tuple[int, ...], limit: int) -> Non
         ranges = (range(first, first + size) for first, size in zip(box.start, box.shape, strict=True))
         seen += list(itertools.product(*ranges))
     assert seen == list(itertools.product(*map(range, shape)))
+
+
+shapes = some.lists(some.integers(1, 5), max_size=4).map(tuple)
+
+
+def below(size: int, most: int = 4) -> some.SearchStrategy[tuple[int, ...]]:
+    return some.lists(some.integers(0, size), max_size=most).map(lambda cuts: tuple(sorted(cuts)))
+
+
+@given(some.data(), shapes, some.integers(1, 3), some.sampled_from([16, 48, 1 << 20]))
+def test_any_box_of_a_tensor_in_runs_has_its_elements(
+    data: some.DataObject, shape: tuple[int, ...], step: int, window: int
+) -> None:
+    content = in_runs(shape, data.draw(below(prod(shape))), step)
+    (tensor,) = content.checkpoint.tensors
+    ends = [sorted(data.draw(some.tuples(some.integers(0, size), some.integers(0, size)))) for size in shape]
+    box = Box(tuple(begin for begin, _ in ends), tuple(end - begin for begin, end in ends))
+    block = memoryview(bytearray(4 * prod(box.shape)))
+    whole = Box((0,) * len(shape), box.shape)
+    for read in content.reads(tensor, box):
+        read.fill(block, whole)
+    wanted = [flat_index(index, shape) for index in itertools.product(*(range(*span) for span in ends))]
+    assert list(block.cast("i")) == wanted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transload.opening.elements.WINDOW", window)
+        everything = b"".join(bytes(chunk) for chunk in content.chunks(tensor))
+    assert list(memoryview(everything).cast("i")) == list(range(prod(shape)))
+
+
+@given(shapes.flatmap(lambda shape: some.tuples(some.just(shape), below(prod(shape), 2))))
+def test_a_run_is_few_boxes_in_order(case: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    shape, cuts = case
+    begin, end = (0, *cuts)[-2:] if cuts else (0, prod(shape))
+    found = list(boxes_of_run(shape, begin, end))
+    elements = [
+        flat_index(index, shape)
+        for box in found
+        for index in itertools.product(*(range(a, a + n) for a, n in zip(box.start, box.shape, strict=True)))
+    ]
+    assert elements == list(range(begin, end))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_runs_cover_a_tensor_if_each_element_is_in_exactly_one() -> None:
+    content = in_runs((3, 4), (2, 7))
+    (tensor,) = content.checkpoint.tensors
+    first, second, third = tensor.parts
+    assert is_covered(tensor)
+    rows = second._replace(shape=(2, 4), stride=(4, 1), start=(1, 0))
+    assert is_covered(tensor._replace(parts=(first, first._replace(start=(2,)), rows)))  # runs and boxes
+    for parts in (
+        (first, third),
+        (first, second, second, third),
+        (first, second, third._replace(start=(8,))),
+        (first, second, third._replace(start=(-5,))),
+        (first, second, third._replace(start=None)),
+        (first, second, third._replace(start=(1, 3))),
+        (first, second, third, rows._replace(start=(1,))),
+    ):
+        assert not is_covered(tensor._replace(parts=parts)), parts
+
+
+def test_parts_of_whole_rows_are_read_in_one_piece() -> None:
+    content = in_runs((6, 8), (16, 24))
+    source = content.open_file("")
+    calls: list[int] = []
+    read = source.readinto
+
+    def counted(position: int, out: memoryview) -> int:
+        calls.append(len(out))
+        return read(position, out)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(source, "readinto", counted)
+        assert len(list(content.chunks(content.checkpoint.tensors[0]))) == 1
+    assert calls == [64, 32, 96]

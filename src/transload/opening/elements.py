@@ -21,7 +21,7 @@ from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, TransloadError
 from transload.frozen import NamedTuple
-from transload.geometry import Axis, Box, View, axes_of, boxes, contiguous
+from transload.geometry import Axis, Box, View, axes_of, boxes, boxes_of_run, contiguous
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
 from transload.io.sources import BytesSource, Source
 from transload.opening.jobs import file_ends
@@ -130,12 +130,12 @@ class ElementReader:
         if why := self.missing(tensor):
             raise self.incomplete(tensor, why)
         reads = []
-        for shard in tensor.parts:
-            place = box_of(shard, rank)
-            if (shared := box.intersection(place)) is not None:
-                inner = self.reads(shard, shared.within(place))
-                into = shared.within(box).start
-                reads += [read._replace(into=read.into.moved(into)) for read in inner]
+        for part in tensor.parts:
+            for place, shard in _placed(part, tensor.shape):
+                if (shared := box.intersection(place)) is not None:
+                    inner = self.reads(shard, shared.within(place))
+                    into = shared.within(box).start
+                    reads += [read._replace(into=read.into.moved(into)) for read in inner]
         return reads
 
     def missing(self, tensor: Tensor) -> str:
@@ -285,11 +285,23 @@ def _stored(tensor: Tensor) -> Tensor:
 # -- boxes of sharded tensors
 
 
-def box_of(part: Tensor, rank: int) -> Box:
-    """The box of a sharded tensor that a part fills."""
-    if part.start is None or not len(part.start) == len(part.shape) == rank:
+def _placed(part: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes of a sharded tensor that a part fills, each with the elements of the part that fill it."""
+    if part.start is None or len(part.start) != len(part.shape):
         raise LookupError("a part without a place")
-    return Box(part.start, part.shape)
+    if len(part.start) == len(shape):
+        yield Box(part.start, part.shape), part
+        return
+    begin = part.start[0] if len(part.start) == 1 else -1
+    end = begin + part.numel
+    if not 0 <= begin <= end <= prod(shape):
+        raise LookupError("a part with a place in another shape")
+    part = _stored(part)
+    offset, (step,) = part.offset, part.stride
+    for box in boxes_of_run(shape, begin, end):
+        stride = tuple(step * each for each in contiguous(box.shape))
+        yield box, part._replace(shape=box.shape, stride=stride, offset=offset)
+        offset += step * prod(box.shape)
 
 
 def is_covered(tensor: Tensor) -> bool:
@@ -298,12 +310,14 @@ def is_covered(tensor: Tensor) -> bool:
     Each corner of a box has a sign. If boxes fill a larger one without overlap, the signs of equal corners cancel out,
     except at the corners of the larger box.
     """
-    rank = len(tensor.shape)
+    shape, rank = tensor.shape, len(tensor.shape)
+    if all(part.start is not None and len(part.start) == 1 for part in tensor.parts):  # runs need no boxes
+        shape, rank = (tensor.numel,), 1
     try:
-        parts = [box_of(part, rank) for part in tensor.parts if part.numel]
+        parts = [box for part in tensor.parts if part.numel for box, _ in _placed(part, shape)]
     except LookupError:
         return False
-    whole = Box((0,) * rank, tensor.shape)
+    whole = Box((0,) * rank, shape)
     cut = [dim for dim in range(rank) if any(box.slices[dim] != whole.slices[dim] for box in parts)]
     if len(cut) > _MOST_CUT:
         return False
@@ -408,13 +422,17 @@ class Read(NamedTuple):
     def fill(self, block: memoryview, box: Box) -> None:
         """Read what belongs into a box into the memory of that box, which is in row-major order."""
         shared = box.intersection(self.into)
-        if shared == box:
-            self.elements.read(shared.within(self.into), block)
-        elif shared is not None:
-            width = self.elements.itemsize
-            data = memoryview(bytearray(prod(shared.shape) * width))
+        if shared is None:
+            return
+        width, nbytes = self.elements.itemsize, prod(shared.shape) * self.elements.itemsize
+        there = View(box.shape, contiguous(box.shape)).part(shared.within(box))
+        if there.is_contiguous:
+            at = there.offset * width
+            self.elements.read(shared.within(self.into), block[at : at + nbytes])
+        else:
+            data = memoryview(bytearray(nbytes))
             self.elements.read(shared.within(self.into), data)
-            _scatter(data, block, box, shared, width)
+            _scatter(data, block, there, width)
 
 
 def swap_bytes(data: memoryview, width: int) -> None:
@@ -454,12 +472,10 @@ def _as_integers(itemsize: int, view: View) -> tuple[int, View]:
     return itemsize // 2, View((*view.shape, 2), stride, 2 * view.offset)
 
 
-def _scatter(data: memoryview, block: memoryview, box: Box, shared: Box, itemsize: int) -> None:
-    """Copy row-major elements to where they belong in the block of a box."""
-    strides = contiguous(box.shape)
-    first = sum((a - b) * step for a, b, step in zip(shared.start, box.start, strides, strict=True))
-    width, here = _as_integers(itemsize, View(shared.shape, contiguous(shared.shape)))
-    _, there = _as_integers(itemsize, View(shared.shape, strides, first))
+def _scatter(data: memoryview, block: memoryview, target: View, itemsize: int) -> None:
+    """Copy row-major elements to a view of a block."""
+    width, here = _as_integers(itemsize, View(target.shape, contiguous(target.shape)))
+    _, there = _as_integers(itemsize, target)
     axes = [Axis(*each) for each in zip(here.shape, here.stride, there.stride, strict=True) if each[0] > 1]
     _Gather(BytesSource(data), 0, width).fill(axes, 0, block.cast(FORMATS[width]), there.offset)
 
