@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -142,6 +142,45 @@ def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
     if last >= first and end > last * size:
         inner = boxes_of_run(shape[1:], 0, end - last * size)
         yield from (Box((last, *box.start), (1, *box.shape)) for box in inner)
+
+
+class Split(NamedTuple):
+    """A dimension of a tensor, split over ``ranks`` ranks as ``torch.chunk`` splits it; ``rank`` has one of the parts.
+
+    ``factor`` is the ``split_factor`` of torch's ``_StridedShard``: into so many parts the dimension was split before,
+    by splits that are listed after this one.
+    """
+
+    dim: int
+    ranks: int
+    rank: int
+    factor: int = 1
+
+
+def shard_box(shape: tuple[int, ...], splits: Sequence[Split]) -> Box:
+    """The box of a tensor that a rank has: one split for each dimension of the device mesh that shards the tensor.
+
+    ``LookupError`` if a factor does not follow from the splits after it. The shard of FSDP2 over tensor parallelism:
+
+    >>> shard_box((8,), [Split(0, ranks=2, rank=1, factor=2), Split(0, ranks=2, rank=0)])
+    Box(start=(2,), shape=(2,))
+    """
+    order: list[Split] = []
+    for split in reversed(splits):
+        at, parts = 0, 1
+        while parts < split.factor and at < len(order):
+            parts *= order[at].ranks if order[at].dim == split.dim else 1
+            at += 1
+        if parts != split.factor:
+            raise LookupError(f"a factor of {split.factor} for {parts} parts")
+        order.insert(at, split)
+    start, sizes = [0] * len(shape), list(shape)
+    for dim, ranks, rank, _ in order:
+        step = -(-sizes[dim] // ranks)
+        begin = min(sizes[dim], rank * step)
+        start[dim] += begin
+        sizes[dim] = min(step, sizes[dim] - begin)
+    return Box(tuple(start), tuple(sizes))
 
 
 class Axis(NamedTuple):
