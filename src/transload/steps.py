@@ -1,41 +1,68 @@
 """Steps of advice, and the pages that they are read from.
 
 Everywhere else a fix is a tuple of lines, as in JSON: a command begins with ``$ ``, a line to copy into a file or a
-program with ``| ``, and any other is a sentence. Only this module reads these marks.
+program with ``| ``, and any other is a sentence. Only this module reads and writes these marks.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from transload.frozen import NamedTuple
 
-Kind = Literal["sentence", "command", "copy", "python", "title"]
-_KINDS: dict[str, Kind] = {"$ ": "command", "| ": "copy", "= ": "title"}  # a title replaces that of a finding
+Kind = Literal["sentence", "command", "root", "host", "copy", "python", "title"]
+_MARKS: dict[str, Kind] = {"$ ": "command", "| ": "copy"}
+_ITEM = r"(?:\[([\w.]+)\] )?(?:`(?:(\$|#|host#) )?([^`]*)`|(.*))"  # compiled when needed: not by a first load
+_PROMPTS: dict[str | None, Kind] = {"$": "command", "#": "root", "host#": "host", None: "copy"}
 
 
 class Step(NamedTuple):
-    """A step of a fix. ``lines`` are those of the fix: several only for ``python``, a program to paste."""
+    """A step of a fix, or the title of a finding. ``python`` is a program of several lines to paste.
+
+    Only in pages: ``root`` is a command for root, ``host`` one for root on the host of a container, and a step with a
+    ``condition`` counts only if that is true.
+    """
 
     kind: Kind
     text: str
-    lines: tuple[str, ...]
+    condition: str = ""
 
     @property
     def copied(self) -> bool:
         """Whether it is a line to copy, which a report does not fold."""
         return self.kind in ("command", "copy")
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """Its lines in a fix."""
+        mark = next((mark for mark, kind in _MARKS.items() if kind == self.kind), "")
+        return tuple(self.text.split("\n")) if self.kind == "python" else (f"{mark}{self.text}",)
+
+
+Steps = tuple["Step | str", ...]
+"""A text alone is a sentence."""
+
+
+def fix_of(steps: Steps) -> tuple[str, ...]:
+    """The lines of a fix, without titles and empty texts.
+
+    >>> fix_of((Step("title", "no GPU"), "Look at it:", Step("command", "lspci"), ""))
+    ('Look at it:', '$ lspci')
+    """
+    stated = (Step("sentence", step) if isinstance(step, str) else step for step in steps if step)
+    return tuple(line for step in stated if step.kind != "title" for line in step.lines)
+
 
 def step_of(line: str) -> Step:
-    """The step in one line.
+    """The step in one line of a fix.
 
     >>> step_of("$ pip list")
-    Step(kind='command', text='pip list', lines=('$ pip list',))
+    Step(kind='command', text='pip list', condition='')
     """
-    kind = _KINDS.get(line[:2], "sentence")
-    return Step(kind, line if kind == "sentence" else line[2:], (line,))
+    kind = _MARKS.get(line[:2], "sentence")
+    return Step(kind, line if kind == "sentence" else line[2:])
 
 
 def steps_of(fix: Iterable[str]) -> list[Step]:
@@ -48,9 +75,9 @@ def steps_of(fix: Iterable[str]) -> list[Step]:
     for line in fix:
         step = step_of(line)
         if steps and steps[-1].kind == "python" and step.kind == "sentence" and not line.endswith("."):
-            steps[-1] = Step("python", f"{steps[-1].text}\n{line}", (*steps[-1].lines, line))
+            steps[-1] = Step("python", f"{steps[-1].text}\n{line}")
         elif step.kind == "sentence" and line.startswith("import "):
-            steps.append(Step("python", line, (line,)))
+            steps.append(Step("python", line))
         else:
             steps.append(step)
     return steps
@@ -69,15 +96,18 @@ def sections(page: str) -> Iterator[tuple[str, str]]:
     return ((heading, text) for heading, _, text in (part.partition("\n") for part in page.split("\n## ")[1:]))
 
 
-def listed(block: str) -> tuple[str, ...]:
-    r"""The lines of a fix in a Markdown list, in which commands and code are in backquotes.
+def listed(block: str) -> list[Step]:
+    r"""The steps in a Markdown list, in which commands and code are in backquotes. A paragraph is a title.
 
-    >>> listed("- Look at them\n  first:\n- `$ ls`\n- `x = 1`")
-    ('Look at them first:', '$ ls', '| x = 1')
+    >>> [line for step in listed("- Look at them\n  first:\n- `$ ls`\n- `x = 1`") for line in step.lines]
+    ['Look at them first:', '$ ls', '| x = 1']
+    >>> listed("- [ubuntu] `# apt update`")
+    [Step(kind='root', text='apt update', condition='ubuntu')]
     """
-    items = block.removeprefix("- ").replace("\n  ", " ").split("\n- ")
-    code = (item[1:-1] if item[0] == item[-1] == "`" else "" for item in items)
-    return tuple(
-        item if not text else text if text.startswith("$ ") else f"| {text}"
-        for item, text in zip(items, code, strict=True)
-    )
+    steps = []
+    is_list = block.startswith("- ")
+    for item in block.removeprefix("- ").replace("\n  ", " ").split("\n- "):
+        condition, prompt, code, text = re.fullmatch(_ITEM, item).groups()  # type: ignore[union-attr]  # it always matches
+        kind: Kind = ("sentence" if is_list else "title") if code is None else _PROMPTS[prompt]
+        steps.append(Step(kind, text if code is None else code, condition or ""))
+    return steps

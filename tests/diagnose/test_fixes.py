@@ -10,12 +10,13 @@ from tests.diagnose.machines import install as installed
 from tests.each import each
 
 from transload.diagnose import fixes
-from transload.diagnose.tables import sections
+from transload.diagnose.tables import steps as sections
 from transload.machine import Machine, NvmlGpu, Surroundings
+from transload.steps import Step, Steps, fix_of
 
 
-def commands(lines: tuple[str, ...]) -> list[str]:
-    return [line[2:] for line in lines if line.startswith("$ ")]
+def commands(fix: Steps) -> list[str]:
+    return [step.text for step in fix if isinstance(step, Step) and step.kind == "command"]
 
 
 def machine_on(distribution: str, manager: str, like: tuple[str, ...] = ()) -> Machine:
@@ -59,10 +60,10 @@ def with_pci_devices(machine: Machine, *devices: int, flavour: str = "") -> Mach
 def test_current_driver_of_the_distribution_meets_a_minimum_branch(
     machine: Machine, expected: str, minimum: int
 ) -> None:
-    lines = fixes.install_driver(machine, at_least=minimum)
-    assert expected in commands(lines)
-    assert commands(lines)[-1] == "sudo reboot"
-    assert not any("legacy" in line or "570" in line for line in lines)
+    steps = fixes.install_driver(machine, at_least=minimum)
+    assert expected in commands(steps)
+    assert commands(steps)[-1] == "sudo reboot"
+    assert not any("legacy" in line or "570" in line for line in fix_of(steps))
 
 
 @each(
@@ -75,7 +76,7 @@ def test_current_driver_of_the_distribution_meets_a_minimum_branch(
     ],
 )
 def test_gpu_before_turing_gets_its_last_branch_without_the_open_module(machine: Machine, expected: str) -> None:
-    lines = fixes.install_driver(with_pci_devices(machine, PASCAL))
+    lines = fix_of(fixes.install_driver(with_pci_devices(machine, PASCAL)))
     assert expected in lines
     assert not any("-open" in line for line in lines)
 
@@ -85,7 +86,7 @@ def test_gpu_before_turing_gets_its_last_branch_without_the_open_module(machine:
 def test_no_distribution_gets_the_open_module_for_a_gpu_before_turing(
     machine: Machine, options: dict[str, int]
 ) -> None:
-    lines = " ".join(fixes.install_driver(with_pci_devices(machine, PASCAL, flavour="open"), **options))
+    lines = " ".join(fix_of(fixes.install_driver(with_pci_devices(machine, PASCAL, flavour="open"), **options)))
     assert "nvidia-open" not in lines
     assert "-open" not in lines
     assert "open = true" not in lines
@@ -95,7 +96,7 @@ def test_kepler_alone_gets_branch_470() -> None:
     assert "sudo apt install nvidia-driver-470" in commands(fixes.install_driver(with_pci_devices(healthy(), KEPLER)))
     packages = "akmod-nvidia-470xx xorg-x11-drv-nvidia-470xx-cuda"
     assert f"sudo dnf install {packages}" in commands(fixes.install_driver(with_pci_devices(FEDORA, KEPLER)))
-    assert any("legacy_470" in line for line in fixes.install_driver(with_pci_devices(NIXOS, KEPLER)))
+    assert any("legacy_470" in line for line in fix_of(fixes.install_driver(with_pci_devices(NIXOS, KEPLER))))
 
 
 @each(
@@ -107,7 +108,7 @@ def test_kepler_alone_gets_branch_470() -> None:
     ],
 )
 def test_driver_for_the_newer_gpus_is_chosen_if_none_supports_all(devices: tuple[int, ...], generations: str) -> None:
-    lines = fixes.install_driver(with_pci_devices(healthy(), *devices))
+    lines = fix_of(fixes.install_driver(with_pci_devices(healthy(), *devices)))
     assert generations in lines[0]
     assert not any("nvidia-driver-470" in line for line in lines)
 
@@ -124,7 +125,7 @@ def test_nvidia_smi_has_its_full_path_under_wsl() -> None:
 
 
 def test_minimum_above_the_last_branch_of_the_gpu_has_no_commands() -> None:
-    (line,) = fixes.install_driver(with_pci_devices(healthy(), KEPLER), at_least=580)
+    (line,) = fix_of(fixes.install_driver(with_pci_devices(healthy(), KEPLER), at_least=580))
     assert line.startswith("Branch 470 is the last driver for Kepler")
 
 
@@ -135,9 +136,9 @@ def test_loaded_module_decides_the_flavour_for_an_unknown_gpu() -> None:
 
 
 def test_fedora_gets_no_package_for_an_older_branch() -> None:
-    lines = fixes.install_driver(FEDORA, exactly=570)
-    assert commands(lines) == ["sudo reboot"]
-    assert "branch 570" in lines[0]
+    steps = fixes.install_driver(FEDORA, exactly=570)
+    assert commands(steps) == ["sudo reboot"]
+    assert "branch 570" in fix_of(steps)[0]
 
 
 def test_ubuntu_chooses_the_driver_if_no_branch_is_given() -> None:
@@ -152,8 +153,8 @@ def test_no_driver_is_installed_in_wsl_or_in_a_container() -> None:
     assert commands(fixes.install_driver(in_wsl(healthy()), at_least=580)) == []
     inside = fixes.install_driver(in_container(healthy()), at_least=580)
     assert commands(inside) == []
-    assert inside[0].startswith("On the host")
-    assert "branch 580 or newer" in inside[1]
+    assert fix_of(inside)[0].startswith("On the host")
+    assert "branch 580 or newer" in fix_of(inside)[1]
 
 
 @each(
@@ -178,48 +179,48 @@ def test_family_of_a_distribution() -> None:
 
 
 def test_unknown_distribution_gets_advice_without_an_install_command() -> None:
-    lines = fixes.install_driver(with_pci_devices(machine_on("plan9", ""), BLACKWELL), exactly=580)
-    assert commands(lines) == ["sudo reboot"]
-    assert "580" in lines[0]
-    assert "open kernel module" in lines[0]
+    steps = fixes.install_driver(with_pci_devices(machine_on("plan9", ""), BLACKWELL), exactly=580)
+    assert commands(steps) == ["sudo reboot"]
+    assert "580" in fix_of(steps)[0]
+    assert "open kernel module" in fix_of(steps)[0]
 
 
 def test_every_section_of_the_steps_table_is_used() -> None:
     folder = Path(fixes.__file__).parent
     code = "".join(path.read_text(encoding="utf-8") for path in (*folder.glob("rules/*.py"), Path(fixes.__file__)))
-    composed = ("Driver: ", "N01 ", "R01", "CUDA_VISIBLE_DEVICES")  # names that the code composes
-    assert [name for name in sections("steps") if f'"{name}"' not in code and not name.startswith(composed)] == []
+    composed = ("Driver: ", "Start: ", "N01 ", "R01", "CUDA_VISIBLE_DEVICES")  # names that the code composes
+    assert [name for name in sections() if f'"{name}"' not in code and not name.startswith(composed)] == []
 
 
 def test_steps_on_the_host_of_a_container_are_marked_and_use_sudo() -> None:
     inside = with_facts(in_container(healthy()), platform__root=True)
     to_host = "On the host, not in this container:"
-    assert fixes.steps(inside, "D06")[1:] == (
+    assert fix_of(fixes.steps(inside, "D06"))[1:] == (
         to_host,
         "$ sudo ausearch -m avc -ts recent",
         "$ sudo setsebool -P container_use_devices on",
     )
-    assert fixes.steps(inside, "H04")[0] == to_host
-    assert to_host not in fixes.steps(healthy(), "H04")
-    assert fixes.steps(inside, "D02", path="/dev/nvidia0", make="nvidia-modprobe")[1] == "$ rm -r /dev/nvidia0"
+    assert fix_of(fixes.steps(inside, "H04"))[0] == to_host
+    assert to_host not in fix_of(fixes.steps(healthy(), "H04"))
+    assert commands(fixes.steps(inside, "D02", path="/dev/nvidia0", make="nvidia-modprobe"))[0] == "rm -r /dev/nvidia0"
 
 
 def test_step_is_omitted_if_its_condition_is_false() -> None:
     assert len(fixes.steps(healthy(), "M01")) == 5
     assert len(fixes.steps(in_container(healthy()), "M01")) == 8
-    assert fixes.steps(healthy(), "X06", smi="smi")[-1] == "$ smi"
+    assert commands(fixes.steps(healthy(), "X06", smi="smi")) == ["smi"]
 
 
 def test_write_line_quotes_and_uses_sudo_unless_root() -> None:
     line = fixes.write_line(healthy(), "/opt/my lib", file="/etc/ld.so.conf.d/a.conf")
-    assert line == "$ echo '/opt/my lib' | sudo tee /etc/ld.so.conf.d/a.conf"
+    assert line.text == "echo '/opt/my lib' | sudo tee /etc/ld.so.conf.d/a.conf"
     inside = with_facts(in_container(healthy()), platform__root=True)
-    assert fixes.write_line(inside, "a", "b", file="/f") == "$ printf '%s\\n' a b | tee /f"
-    assert fixes.write_line(inside, "a", "b", file="/f", host=True) == "$ printf '%s\\n' a b | sudo tee /f"
+    assert fixes.write_line(inside, "a", "b", file="/f").text == "printf '%s\\n' a b | tee /f"
+    assert fixes.write_line(inside, "a", "b", file="/f", host=True).text == "printf '%s\\n' a b | sudo tee /f"
 
 
 def test_root_needs_no_sudo() -> None:
-    assert fixes.sudo(with_facts(healthy(), platform__root=True), "modprobe nvidia") == "$ modprobe nvidia"
+    assert fixes.sudo(with_facts(healthy(), platform__root=True), "modprobe nvidia").text == "modprobe nvidia"
 
 
 # -- Python packages
@@ -253,7 +254,7 @@ def test_gpu_bound_to_vfio_is_ignored() -> None:
 def test_only_official_builds_get_an_index_url() -> None:
     for build, official in (("cu126", True), ("computecanada", False)):
         machine = with_facts(healthy(), torch__installs=(installed(f"2.13.0+{build}"),))
-        lines = fixes.reinstall(machine, gpu=None)
+        lines = fix_of(fixes.reinstall(machine, gpu=None))
         assert any(f"/whl/{build}" in line for line in lines) is official
 
 
@@ -281,9 +282,9 @@ def test_torchvision_is_replaced_together_with_torch() -> None:
 
 def test_installed_release_is_kept_if_it_has_a_suitable_build() -> None:
     old = replace(healthy().torch, installs=(installed("2.4.1+cpu", ""),))
-    lines = fixes.install_wheel(replace(healthy(), torch=old))
-    assert commands(lines)[-1].endswith("-m pip install torch==2.4.1")
-    assert any("2.15.0" in line for line in lines)
+    steps = fixes.install_wheel(replace(healthy(), torch=old))
+    assert commands(steps)[-1].endswith("-m pip install torch==2.4.1")
+    assert any("2.15.0" in line for line in fix_of(steps))
     unfit = with_gpu((12, 0), 13000, "580.65.06", 0x2B85)  # no build of torch 2.4 has code for it
     assert "torch==2.4.1" not in commands(fixes.install_wheel(replace(unfit, torch=old)))[-1]
 
@@ -301,8 +302,8 @@ def test_cuda_packages_of_the_old_torch_are_removed_with_it() -> None:
 def test_guessed_build_is_called_likely() -> None:
     unknown = with_facts(with_gpu((8, 9), 0, ""), kernel__version="", driver__nvml__driver="")
     likely = "Why this build (likely, but not certain, to work): "
-    assert any(line.startswith(likely) for line in fixes.install_wheel(unknown))
-    assert any(line.startswith("Why this build: ") for line in fixes.install_wheel(healthy()))
+    assert any(line.startswith(likely) for line in fix_of(fixes.install_wheel(unknown)))
+    assert any(line.startswith("Why this build: ") for line in fix_of(fixes.install_wheel(healthy())))
 
 
 def test_missing_pip_is_installed_once_before_it_is_used() -> None:
@@ -406,7 +407,7 @@ def test_unset_uses_the_syntax_of_the_shell(shell: str, line: str) -> None:
 
 def test_permanent_change_names_the_place_where_the_variable_is_set() -> None:
     machine = with_facts(healthy(), variables__values={"A": "1"}, variables__origins={"A": ("/etc/environment:3",)})
-    assert any("/etc/environment:3" in line for line in fixes.unset(machine, "A"))
+    assert any("/etc/environment:3" in line for line in fix_of(fixes.unset(machine, "A")))
     service = with_facts(machine, variables__origins={}, surroundings=Surroundings(service="train.service"))
     assert fixes.unset(service, "A")[1] == "To make it permanent, remove it in the unit: systemctl edit train.service"
     escaped = with_facts(service, surroundings=Surroundings(service=r"a\x2db.service"))
@@ -466,4 +467,4 @@ def test_dependent_modules_are_unloaded_first() -> None:
     ],
 )
 def test_start_with_gpu_for_each_kind_of_container_and_job(machine: Machine, text: str) -> None:
-    assert any(text in line for line in fixes.start_with_gpu(machine))
+    assert any(text in line for line in fix_of(fixes.start_with_gpu(machine)))

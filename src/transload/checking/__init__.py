@@ -39,6 +39,7 @@ from transload.opening import inspect
 from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import path_text, plural, printable, size
+from transload.steps import fix_of
 
 __all__ = ["Check", "Compatibility", "check", "check_here", "is_cuda_compatible", "report", "several"]
 
@@ -497,7 +498,7 @@ def _findings(result: Check) -> Iterator[Finding]:
             title = f"it needs {package.missing}, which is not installed"
             if package.missing != package.name:
                 title = f"it needs {package.missing}, which this release of {package.name} does not have"
-            how = install(machine, package.on_pypi) if package.on_pypi else _PROJECT
+            how = fix_of(install(machine, package.on_pypi)) if package.on_pypi else _PROJECT
             yield Finding("missing-package", "error", title, (names,), how)
         elif package.problem:
             yield Finding("missing-package", "error", f"{package.name} does not load: {package.problem}", (names,))

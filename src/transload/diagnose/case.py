@@ -13,9 +13,10 @@ from transload.diagnose import fixes
 from transload.diagnose.tables import Chip, chip_of, numbers_of, result, title
 from transload.findings import Finding, Severity
 from transload.frozen import NamedTuple
-from transload.machine import Accelerator, Machine, PciDevice, Step
+from transload.machine import Accelerator, Machine, PciDevice
+from transload.machine import Step as TorchStep
 from transload.render.words import plural
-from transload.steps import steps_of
+from transload.steps import Step, Steps, fix_of
 
 Lines = tuple[str, ...]
 
@@ -52,7 +53,7 @@ class Match(NamedTuple):
     """
 
     evidence: Lines
-    fix: Lines | None = None
+    fix: Steps | None = None
     severity: Severity = "error"
     likely: bool = False
 
@@ -79,12 +80,11 @@ class Rule(NamedTuple):
         match = case.matches_of(self.check).get(self.code) if self.check else None
         if match is None:
             return None
-        steps = steps_of(filter(None, case.steps(self.code) if match.fix is None else match.fix))
-        stated = next((step.text for step in steps if step.kind == "title"), "")
+        steps = case.steps(self.code) if match.fix is None else match.fix
+        titles = (step.text for step in steps if isinstance(step, Step) and step.kind == "title")
         likely = "probably: " if self.likely or match.likely else ""
-        evidence = tuple(filter(None, match.evidence))
-        fix = tuple(line for step in steps if step.kind != "title" for line in step.lines)
-        return Finding(self.code, match.severity, f"{likely}{stated or title(self.code)}", evidence, fix)
+        words = f"{likely}{next(titles, title(self.code))}"
+        return Finding(self.code, match.severity, words, tuple(filter(None, match.evidence)), fix_of(steps))
 
 
 # Causes that the facts of a machine cannot show.
@@ -334,16 +334,16 @@ class Case(Machine):
                     return line.strip()[:_SHOWN]
         return ""
 
-    def failed(self, *names: str) -> Step | None:
+    def failed(self, *names: str) -> TorchStep | None:
         """The first failed step of the torch child, among those with these names or, without names, among all."""
         return next((step for step in self.torch_run.steps if not step.ok and (not names or step.name in names)), None)
 
-    def steps(self, name: str, /, **values: object) -> Lines:
+    def steps(self, name: str, /, **values: object) -> Steps:
         """A section of ``steps.md`` for this machine."""
         return fixes.steps(self, name, **values)
 
     @property
-    def reinstall(self) -> Lines:
+    def reinstall(self) -> Steps:
         """Install torch again, with everything it needs."""
         return fixes.reinstall(self, gpu=self.has_nvidia_if_known)
 

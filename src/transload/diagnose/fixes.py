@@ -1,7 +1,6 @@
 """Fixes as commands for this machine: its package manager, its Python tool, its shell, its kind of container.
 
-Every function is pure and returns lines: a command begins with ``$ ``, a line for a file with ``| ``, any other is a
-sentence. Nothing is ever run; what needs root or a reboot says so.
+Every function is pure and returns steps. Nothing is ever run; what needs root or a reboot says so.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ from collections.abc import Callable
 from operator import attrgetter
 from posixpath import normpath
 from shlex import quote
+from typing import Any
 
 from transload.diagnose import elf, tables
 from transload.machine import Machine
-from transload.steps import step_of
+from transload.steps import Step, Steps
 
-Lines = tuple[str, ...]
-_LINE = re.compile(r"(?:\[(?P<condition>[\w.]+)\] )?(?P<prompt>(?:host)?#(?: |$))?(?P<text>.*)")
+Names = tuple[str, ...]
 _NAME = re.compile(r"\{([\w.]+)(?: ([^}]+))?\}")
 
 
-def steps(machine: Machine, name: str, /, **values: object) -> Lines:
+def steps(machine: Machine, name: str, /, **values: object) -> Steps:
     """A section of ``steps.md`` for this machine and user. The head of that file explains its syntax.
 
     >>> from transload.machine import Machine
-    >>> steps(Machine(), "H06")
-    ('$ sudo prime-select on-demand', '$ sudo reboot')
+    >>> [step.text for step in steps(Machine(), "H06")]
+    ['sudo prime-select on-demand', 'sudo reboot']
     """
 
     def value(name: str, arguments: str | None = "") -> object:
@@ -36,47 +35,53 @@ def steps(machine: Machine, name: str, /, **values: object) -> Lines:
             return _FUNCTIONS[name](machine, *(arguments or "").split())
         return attrgetter(name)(machine)
 
-    lines: list[str] = []
-    on_host_before = False
-    for line in tables.sections("steps")[name]:
-        condition, prompt, text = _LINE.fullmatch(line).groups()  # type: ignore[union-attr]  # it always matches
+    advice: list[Step | str] = []
+    on_host = False
+    for kind, text, condition in tables.steps()[name]:
         if condition and not value(condition):
             continue
-        alone = None if prompt else _NAME.fullmatch(text)
-        filled = value(*alone.groups()) if alone else _NAME.sub(lambda match: str(value(match[1])), text)
-        on_host = (prompt or "").startswith("host")
-        if on_host and machine.surroundings.container and not on_host_before:
-            lines.append("On the host, not in this container:")
-        if prompt and text:
-            filled = sudo(machine, str(filled), host=on_host)
-        lines += filled if isinstance(filled, tuple) else (str(filled),)
-        on_host_before = on_host
-    return tuple(filter(None, lines))
+        alone = _NAME.fullmatch(text) if kind == "sentence" else None
+        if alone:
+            part: Any = value(*alone.groups())
+            advice += (part,) if isinstance(part, str | Step) else part
+        else:
+            filled = _NAME.sub(lambda match: str(value(match[1])), text)
+            if kind == "host" and machine.surroundings.container and not on_host:
+                advice.append("On the host, not in this container:")
+            by_root = kind in ("root", "host")
+            advice.append(sudo(machine, filled, host=kind == "host") if by_root else Step(kind, filled))
+        on_host = kind == "host"
+    return tuple(advice)
 
 
 # -- as root: packages, kernel modules, a reboot
 
 
-def sudo(machine: Machine, command: str, *, host: bool = False) -> str:
+def command(text: str) -> Step:
+    """A command for any user."""
+    return Step("command", text)
+
+
+def sudo(machine: Machine, text: str, *, host: bool = False) -> Step:
     """A command that needs root, as this user must type it; root in a container is not root on the host."""
     root = machine.platform.root and not (host and machine.surroundings.container)
-    return f"$ {command}" if root else f"$ sudo {command}"
+    return command(text if root else f"sudo {text}")
 
 
-def reboot(machine: Machine) -> str:
+def reboot(machine: Machine) -> Step | str:
     """How to reboot the machine."""
     if machine.surroundings.wsl:
         return "Then, in Windows, run 'wsl --shutdown' and open the terminal again."
     return "Then reboot the host." if machine.surroundings.container else sudo(machine, "reboot")
 
 
-def initramfs(machine: Machine) -> str:
+def initramfs(machine: Machine) -> Step | str:
     """How to rebuild the initial RAM disk."""
-    command = tables.table("packages")["managers"].get(machine.platform.package_manager, {}).get("initramfs")
-    return sudo(machine, command) if command else "Rebuild the initial RAM disk."
+    rebuild = tables.table("packages")["managers"].get(machine.platform.package_manager, {}).get("initramfs")
+    return sudo(machine, rebuild) if rebuild else "Rebuild the initial RAM disk."
 
 
-def install_package(machine: Machine, *words: str, again: bool = False, **more: str) -> Lines:
+def install_package(machine: Machine, *words: str, again: bool = False, **more: str) -> Steps:
     """Install system packages under the name that this distribution has for them in ``packages.json``.
 
     ``more`` adds or replaces names by package manager, such as ``apt="libcuda1"``. With ``again``, packages that are
@@ -90,25 +95,25 @@ def install_package(machine: Machine, *words: str, again: bool = False, **more: 
     return (f"Install your distribution's equivalent of the package {next(iter(names.values()), '')}.",)
 
 
-def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> str:
+def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> Step:
     """Write lines into a file that belongs to root, perhaps on the host of a container."""
     text = " ".join(map(quote, lines))
     write = f"echo {text}" if len(lines) == 1 else f"printf '%s\\n' {text}"
-    return f"$ {write} | {step_of(sudo(machine, f'tee {file}', host=host)).text}"
+    return command(f"{write} | {sudo(machine, f'tee {file}', host=host).text}")
 
 
-def reload_module(machine: Machine, module: str = "nvidia") -> Lines:
+def reload_module(machine: Machine, module: str = "nvidia") -> Steps:
     """Unload a kernel module of the driver and load it again, on the host."""
     loaded = machine.kernel.modules
     users = ("nvidia_drm", "nvidia_modeset", "nvidia_uvm") if module == "nvidia" else ()  # which must be unloaded first
     unload = [name for name in (*users, module) if name in (*loaded, module) or not loaded]
-    commands: Lines = (f"modprobe -r {' '.join(unload)}", f"modprobe {module}")
+    commands = [f"modprobe -r {' '.join(unload)}", f"modprobe {module}"]
     if module == "nvidia" and "nvidia-persistenced" in machine.kernel.daemons:
-        commands = ("systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced")
-    return tuple(sudo(machine, command, host=True) for command in commands)
+        commands = ["systemctl stop nvidia-persistenced", *commands, "systemctl start nvidia-persistenced"]
+    return tuple(sudo(machine, text, host=True) for text in commands)
 
 
-def modprobe_option(machine: Machine, line: str, file: str) -> Lines:
+def modprobe_option(machine: Machine, line: str, file: str) -> Steps:
     """Set an option of a kernel module permanently. ``line`` is ``options MODULE name=value``."""
     write = write_line(machine, line, file=f"/etc/modprobe.d/{file}", host=True)
     return steps(machine, "An option of a module", write=write, reload=reload_module(machine, line.split()[1]))
@@ -120,11 +125,10 @@ def smi(machine: Machine) -> str:
     return "nvidia-smi" if path.startswith(("/usr/bin/", "/usr/local/bin/", "/bin/")) or not path else quote(path)
 
 
-def delete(machine: Machine, *paths: str) -> Lines:
+def delete(machine: Machine, *paths: str) -> Steps:
     """Delete the user's files or folders."""
-    if machine.platform.system == "Windows":
-        return tuple(f'$ Remove-Item -Recurse "{path}"' for path in paths)
-    return tuple(f"$ rm -r {quote(path)}" for path in paths)
+    windows = machine.platform.system == "Windows"
+    return tuple(command(f'Remove-Item -Recurse "{path}"' if windows else f"rm -r {quote(path)}") for path in paths)
 
 
 # -- environment variables, and where they are set
@@ -141,21 +145,21 @@ def _shell(machine: Machine) -> tuple[str, str] | None:
     return _SHELLS.get(machine.platform.shell, default)
 
 
-def unset(machine: Machine, *names: str) -> Lines:
+def unset(machine: Machine, *names: str) -> Steps:
     """Unset variables in this shell, and where they are set."""
     shell = _shell(machine)
-    command = "; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"
-    return (f"$ {command}", *_make_permanent(machine, names, "remove"))
+    unsets = "; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"
+    return (command(unsets), *_make_permanent(machine, names, "remove"))
 
 
-def set_variable(machine: Machine, name: str, value: str) -> Lines:
+def set_variable(machine: Machine, name: str, value: str) -> Steps:
     """Set a variable in this shell."""
     shell = _shell(machine) or ("", "export {name}={quoted}")
-    command = shell[1].format(name=name, value=value, quoted=quote(value))
-    return (f"$ {command}", *_make_permanent(machine, (name,), "change"))
+    sets = shell[1].format(name=name, value=value, quoted=quote(value))
+    return (command(sets), *_make_permanent(machine, (name,), "change"))
 
 
-def drop_folder(machine: Machine, variable: str, folder: str) -> Lines:
+def drop_folder(machine: Machine, variable: str, folder: str) -> Steps:
     """Remove a folder from a search path."""
     rest = _separator(machine).join(path for path in elements(machine, variable) if not _leads_to(path, folder))
     return set_variable(machine, variable, rest) if rest.strip(":;") else unset(machine, variable)
@@ -166,7 +170,7 @@ def in_search_path(machine: Machine, variable: str, folder: str) -> bool:
     return any(_leads_to(element, folder) for element in elements(machine, variable))
 
 
-def elements(machine: Machine, variable: str) -> Lines:
+def elements(machine: Machine, variable: str) -> Names:
     """The elements of a search path. The loader splits its own at semicolons, too."""
     separators = ":;" if variable.startswith("LD_") else _separator(machine)
     return elf.elements(machine.variables.values.get(variable) or "", separators)
@@ -183,14 +187,14 @@ def _leads_to(element: str, folder: str) -> bool:
     return plain == wanted if absolute else wanted.endswith(f"/{plain}")
 
 
-def drop_library(machine: Machine, path: str, via: str) -> Lines:
+def drop_library(machine: Machine, path: str, via: str) -> Steps:
     """Keep the loader from finding a library through a variable; no lines if it finds it in another way."""
     if via == "LD_LIBRARY_PATH":
         return drop_folder(machine, via, path.rpartition("/")[0])
     return unset(machine, via) if via == "LD_PRELOAD" else ()
 
 
-def _make_permanent(machine: Machine, names: Lines, verb: str) -> Lines:
+def _make_permanent(machine: Machine, names: Names, verb: str) -> Steps:
     around, then = machine.surroundings, "To make it permanent,"
     places = ((name, machine.variables.origins.get(name)) for name in names)
     lines = tuple(f"{then} change {name} where it is set: {', '.join(where)}" for name, where in places if where)
@@ -203,13 +207,15 @@ def _make_permanent(machine: Machine, names: Lines, verb: str) -> Lines:
     return (f"{then} {verb} it where it is set: the shell's startup files, the IDE, the launch script.",)
 
 
-def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Lines:
+def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Steps:
     """How to start this kind of container or job with a GPU; ``slurm`` if Slurm gave it none."""
-    around, start = machine.surroundings, tables.table("containers")["start"]
-    inner = start.get(around.container, start["docker"])
+    around = machine.surroundings
+    kind = around.container if f"Start: {around.container}" in tables.steps() else "docker"
+    inner = steps(machine, f"Start: {kind}")
     if slurm or (around.slurm and not around.kubernetes and not around.container):
-        return (*start["slurm"], *(("Then pass it to the container:", *inner) if around.container else ()))
-    return tuple(start["kubernetes"] if around.kubernetes else inner)
+        job = steps(machine, "Start: slurm")
+        return (*job, "Then pass it to the container:", *inner) if around.container else job
+    return steps(machine, "Start: kubernetes") if around.kubernetes else inner
 
 
 # -- NVIDIA's driver: which branch and flavour support the cards of this machine, and which packages contain it
@@ -232,7 +238,7 @@ def family(machine: Machine) -> str:
     return next((family for name in names for family, like in drivers if name in like.split()), "other")
 
 
-def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool | None, Lines, Lines]:
+def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool | None, Names, Names]:
     """The driver for the cards of this machine; if no driver supports all of them, for the newest ones.
 
     Returns the branch to install (``exactly``, else the last that supports these cards, 0 if newer ones do), the first
@@ -257,7 +263,7 @@ def driver_for_cards(machine: Machine, exactly: int = 0) -> tuple[int, int, bool
     return branch, first, open_module, kept_names, dropped_names
 
 
-def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Lines:
+def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> Steps:
     """Install NVIDIA's driver for the cards of this machine: a branch from ``at_least`` on, or ``exactly`` this one."""
     branch, first, open_module, *generations = driver_for_cards(machine, exactly)
     kept, dropped = map(" and ".join, generations)
@@ -311,7 +317,7 @@ def wheel_choice(machine: Machine, torch: str = "") -> tables.WheelChoice:
     )
 
 
-def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> Lines:
+def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> Steps:
     """Install the torch build for the driver and the cards, with the tool of this environment.
 
     Its release is ``torch``, else the installed one if that has a suitable build. Without ``driver`` another finding
@@ -338,11 +344,11 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
         lines = conda(machine, "pytorch-gpu", f'"cuda-version={cuda}"', *companions)
         why = f"Why CUDA {cuda}, judged by PyTorch's wheels{likely}: {choice.reason}"
     elif tool == "poetry" and choice.index_url:
-        add = f"$ poetry source add --priority=explicit {source} {choice.index_url}"
-        lines = (add, f"$ poetry add --source {source} {' '.join(wanted)}")
+        add = f"source add --priority=explicit {source} {choice.index_url}"
+        lines = tuple(command(f"poetry {text}") for text in (add, f"add --source {source} {' '.join(wanted)}"))
     elif project == "uv":
         index = f" --index {source}={choice.index_url}" if choice.index_url else ""
-        lines = (f"$ uv add{index} {' '.join(wanted)}",)
+        lines = (command(f"uv add{index} {' '.join(wanted)}"),)
     else:
         # NVIDIA's packages for another CUDA version put files into the same folders; a project's tool removes them
         matches = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
@@ -367,7 +373,7 @@ def _major(version: str) -> str:
     return version.partition(".")[0]
 
 
-def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Lines:
+def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) -> Steps:
     """Install torch where there is none; ``gpu`` is whether there is one of NVIDIA, ``None`` if that is unknown."""
     if gpu:
         return install_wheel(machine)
@@ -376,7 +382,7 @@ def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) ->
     return install(machine, "torch", index=f"{tables.INDEX}/cpu" if with_cuda else "", force=force)
 
 
-def reinstall(machine: Machine, *, gpu: bool | None) -> Lines:
+def reinstall(machine: Machine, *, gpu: bool | None) -> Steps:
     """Install torch again, with everything it needs: the same release, in the build for this machine."""
     first = machine.torch.first
     folder = first.location.rpartition("/")[0] if first else ""
@@ -404,7 +410,7 @@ _JETSON = "https://pypi.jetson-ai-lab.io"
 _JETSON_INDEXES = {36: f"{_JETSON}/jp6/cu126/+simple/", 38: f"{_JETSON}/sbsa/cu130/+simple/"}
 
 
-def jetson_torch(machine: Machine) -> Lines:
+def jetson_torch(machine: Machine) -> Steps:
     """Install the torch that NVIDIA builds for a Jetson, from the index for its release of Jetson Linux."""
     release = re.search(r"\bR(\d{2})\b", machine.hardware.tegra)
     index = _JETSON_INDEXES.get(int(release[1]) if release else 0)
@@ -413,25 +419,26 @@ def jetson_torch(machine: Machine) -> Lines:
     return install(machine, "torch", index=index, force=True)
 
 
-def conda(machine: Machine, *names: str, force: bool = False) -> Lines:
+def conda(machine: Machine, *names: str, force: bool = False) -> Steps:
     """Install packages from conda-forge."""
     wanted = " ".join(names)
     if machine.python.tool == "pixi":
-        return (f"$ pixi add {wanted}", *(("$ pixi clean", "$ pixi install") if force else ()))
-    again = " --force-reinstall" if force else ""
-    return (f"$ conda install{_prefix(machine)} -c conda-forge{again} {wanted}",)
+        again = ("pixi clean", "pixi install") if force else ()
+        return tuple(map(command, (f"pixi add {wanted}", *again)))
+    force_option = " --force-reinstall" if force else ""
+    return (command(f"conda install{_prefix(machine)} -c conda-forge{force_option} {wanted}"),)
 
 
-def conda_list(machine: Machine, pattern: str) -> str:
+def conda_list(machine: Machine, pattern: str) -> Step:
     """List the conda packages in this environment whose names contain a pattern."""
-    return f"$ pixi list {pattern}" if machine.python.tool == "pixi" else f"$ conda list{_prefix(machine)} {pattern}"
+    return command(f"{'pixi list' if machine.python.tool == 'pixi' else f'conda list{_prefix(machine)}'} {pattern}")
 
 
 def _prefix(machine: Machine) -> str:
     return f" -p {quote(machine.python.prefix)}" if machine.python.prefix else ""
 
 
-def _conda_names(requirements: tuple[str, ...]) -> Lines:
+def _conda_names(requirements: Names) -> Names:
     """The names of PyPI's packages on conda-forge; nothing if one of them may not exist there.
 
     >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
@@ -446,7 +453,7 @@ def _conda_names(requirements: tuple[str, ...]) -> Lines:
     return tuple(packages[name] + (f"={ver}" if ver and name in pinned else "") for name, _, ver in parts)
 
 
-def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Lines:
+def install(machine: Machine, *requirements: str, index: str = "", force: bool = False) -> Steps:
     """Install Python packages into the examined environment."""
     tool, project = _tools(machine)
     if tool in CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
@@ -454,12 +461,12 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     wanted = " ".join(map(quote, requirements))
     plain = not any(text.startswith("-") for text in requirements)  # options of pip, which a project's tool lacks
     if project and plain and not index and not force:
-        return (f"$ {project} add {wanted}",)
+        return (command(f"{project} add {wanted}"),)
     python = quote(machine.python.executable or "python")
     wanted += f" --index-url {index}" if index else ""
     again = " --force-reinstall" if force else ""
     if tool == "uv":
-        lines: Lines = (f"$ uv pip install --python {python}{' --reinstall' if force else ''} {wanted}",)
+        lines: Steps = (command(f"uv pip install --python {python}{' --reinstall' if force else ''} {wanted}"),)
     elif machine.python.externally_managed:
         shared = " --system-site-packages" if "--no-deps" in requirements else ""  # which has torch
         return steps(machine, "A Python of the system", python=python, shared=shared, wanted=f"{again} {wanted}")
@@ -470,32 +477,32 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     return (*lines, f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.")
 
 
-def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Lines:
+def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Steps:
     """Reinstall the conda-forge packages that contain some libraries; nothing outside of conda."""
     packages = tables.table("packages")["conda_forge_libraries"].items()
     names = sorted({package for name in libraries for start, package in packages if name.startswith(start)})
     return conda(machine, *names, force=True) if names and _tools(machine)[0] in CONDAS else ()
 
 
-def uninstall(machine: Machine, *packages: str) -> Lines:
+def uninstall(machine: Machine, *packages: str) -> Steps:
     """Remove Python packages from the examined environment."""
     (tool, project), listed = _tools(machine), " ".join(packages)
     if machine.python.externally_managed:
         return ()
     if tool in CONDAS and (names := _conda_names(packages)):
         remove = "pixi remove" if tool == "pixi" else f"conda remove --force{_prefix(machine)}"
-        return (f"$ {remove} {' '.join(names)}",)
+        return (command(f"{remove} {' '.join(names)}"),)
     if project and project != "uv":
-        return (f"$ {project} remove {listed}",)
+        return (command(f"{project} remove {listed}"),)
     if tool == "uv":
-        return (f"$ uv pip uninstall --python {quote(machine.python.executable or 'python')} {listed}",)
+        return (command(f"uv pip uninstall --python {quote(machine.python.executable or 'python')} {listed}"),)
     return _pip(machine, f"uninstall -y {listed}")
 
 
-def _pip(machine: Machine, arguments: str) -> Lines:
+def _pip(machine: Machine, arguments: str) -> Steps:
     python = quote(machine.python.executable or "python")
-    ensure = () if machine.python.pip else (f"$ {python} -m ensurepip",)
-    return (*ensure, f"$ {python} -m pip {arguments}")
+    ensure = () if machine.python.pip else ("ensurepip",)
+    return tuple(command(f"{python} -m {module}") for module in (*ensure, f"pip {arguments}"))
 
 
 def _tools(machine: Machine) -> tuple[str, str]:
@@ -517,9 +524,9 @@ def wheel_platform(machine: Machine) -> tables.Platform:
     return "windows" if system == "Windows" else "linux-aarch64" if arm else "linux-x86_64"
 
 
-_FUNCTIONS: dict[str, Callable[..., Lines | str]] = {
-    each.__name__: each
-    for each in (
+_FUNCTIONS: dict[str, Callable[..., Steps | Step | str]] = {
+    function.__name__: function
+    for function in (
         *(reboot, initramfs, install_driver, start_with_gpu, smi, unset, set_variable),
         *(install, uninstall, install_wheel, jetson_torch, install_package, conda_list),
     )

@@ -257,7 +257,7 @@ def _section(text: str) -> dict[str, Any]:
     says: list[Wording] = []
     for block in blocks:
         if block.startswith("- "):
-            fields["fix"] = listed(block)
+            fields["fix"] = tuple(line for step in listed(block) for line in step.lines)
             continue
         if not block.startswith("    "):
             wrong = block.startswith("Wrong: ")

@@ -130,7 +130,8 @@ def rules() -> dict[str, ProblemRule]:
         head = _HEAD.match(text)
         if head is None:
             raise ValueError(text)  # a mistake in the page
-        fix = next((listed(block) for block in text.strip().split("\n\n") if block.startswith("- ")), ())
+        lists = (block for block in text.strip().split("\n\n") if block.startswith("- "))
+        fix = tuple(line for block in lists for step in listed(block) for line in step.lines)
         effects: dict[str, Any] = dict(_EFFECT.findall(text))
         severity: Any = head["severity"]
         by_code[code] = ProblemRule(head["title"], severity, fix=fix, **effects)

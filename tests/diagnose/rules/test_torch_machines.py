@@ -9,6 +9,7 @@ from tests.each import each
 
 from transload.diagnose.case import Case
 from transload.machine import Machine, Torch
+from transload.steps import fix_of
 
 
 @each("name", FAULTLESS)
@@ -38,11 +39,10 @@ CPU = "--index-url https://download.pytorch.org/whl/cpu"
     ],
 )
 def test_reinstall_keeps_a_known_release(machine: Machine, expected: str) -> None:
-    assert any(f"$ /opt/venv/bin/python -m pip {expected}" in command for command in Case(machine).reinstall)
+    assert any(f"$ /opt/venv/bin/python -m pip {expected}" in command for command in fix_of(Case(machine).reinstall))
 
 
 def test_reinstall_chooses_a_build_that_supports_the_card() -> None:
     pascal = with_facts(healthy(), driver__cuda__gpus=(cuda_gpu(0, "P", (6, 1)),), driver__nvml__gpus=())
-    assert any(
-        "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126" in line for line in Case(pascal).reinstall
-    )
+    index = "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126"
+    assert any(index in line for line in fix_of(Case(pascal).reinstall))

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from transload import machine as facts
+from transload.diagnose import tables
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, int_or, memory, pairs
-from transload.diagnose.tables import cuda_text, is_listed, sections, shown_variables, table
+from transload.diagnose.tables import cuda_text, is_listed, table
 from transload.frozen import NamedTuple
 from transload.machine import AMD, NVIDIA, Unknown
 
@@ -247,7 +248,7 @@ _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that do 
 
 def variables(host: Host) -> facts.Variables:
     """The values that may be shown, and where those that can break CUDA or torch are set: ``/etc/environment:3``."""
-    deciding, shown = shown_variables()
+    deciding, shown, files = tables.variables()
     values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
     names = deciding & values.keys()
     # NAME= of shells, systemd and Dockerfiles, setenv NAME, set -gx NAME, NAME DEFAULT= of PAM
@@ -258,12 +259,11 @@ def variables(host: Host) -> facts.Variables:
     )
     # The files that may set one. An unknown variable in their names becomes a character that no path contains.
     environ = {**host.environ, "PWD": host.cwd, "UNIT": service_of(host)}
-    *_, files = sections("variables").values()
 
     def value(variable: re.Match[str]) -> str:
         return environ.get(variable[1], "").rstrip("/") or "\0"
 
-    places = (re.sub(r"\$(\w+)", value, pattern) for pattern in " ".join(files).split())
+    places = (re.sub(r"\$(\w+)", value, pattern) for pattern in files)
     paths = (path for place in places if place.startswith("/") for path in host.glob(place))
     origins: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths) if names else ():

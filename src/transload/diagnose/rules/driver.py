@@ -8,10 +8,12 @@ from shlex import quote
 
 from transload.diagnose import fixes, tables
 from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, Matches, rules, torch_says
+from transload.diagnose.fixes import command
 from transload.diagnose.tables import chip_of, is_data_centre, is_listed, numbers_of, result
 from transload.findings import Severity
 from transload.machine import NVIDIA, Library, Node, Unknown
 from transload.render.words import plural
+from transload.steps import Steps
 
 _VENDORS = {0x1002: "AMD", 0x8086: "Intel", 0x10DE: "NVIDIA"}
 _LOST = (15, 16)  # GPU_IS_LOST, RESET_REQUIRED
@@ -261,7 +263,7 @@ def _library_line(lib: Library | None) -> str:
     return f"libcuda.so.1 is {lib.path}{leads}, found through {lib.via or 'the loader'}"
 
 
-def _drop_library(m: Case, lib: Library) -> Lines:
+def _drop_library(m: Case, lib: Library) -> Steps:
     folder = dirname(lib.path)
     essential = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # for every program
     if drop := fixes.drop_library(m, lib.path, lib.via):
@@ -273,7 +275,7 @@ def _drop_library(m: Case, lib: Library) -> Lines:
     return m.steps("Remove a library", path=quote(lib.path))
 
 
-def _search(m: Case, folder: str, file: str) -> Lines:
+def _search(m: Case, folder: str, file: str) -> Steps:
     """Let the loader search a folder; on NixOS, which has no file for that, in this shell only."""
     value = ":".join(filter(None, (folder, m.env("LD_LIBRARY_PATH"))))
     shell = fixes.set_variable(m, "LD_LIBRARY_PATH", value)
@@ -409,7 +411,7 @@ def not_found(m: Case) -> Matches:
         yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_result_line), fix)
 
 
-def _packages(m: Case, *, again: bool = False) -> Lines:
+def _packages(m: Case, *, again: bool = False) -> Steps:
     """Install the driver's libraries, or reinstall them if files of an installed package are missing."""
     if m.surroundings.container:
         return ("The container runtime provides the libraries:", *fixes.start_with_gpu(m))
@@ -481,7 +483,7 @@ def divided_card(m: Case) -> Matches:
     if m.driver_fails and m.driver_result in range(805, 811):
         variable, directory = "CUDA_MPS_PIPE_DIRECTORY", m.kernel.mps_directory
         value, runs = m.env(variable), "nvidia-cuda-mps-control" in m.kernel.daemons
-        without: Lines = fixes.unset(m, variable) if value is not None else ()
+        without: Steps = fixes.unset(m, variable) if value is not None else ()
         if value is None and directory:
             without = (fixes.sudo(m, f"rm -r {directory}"),)
         evidence: Lines = (
@@ -507,8 +509,8 @@ def divided_card(m: Case) -> Matches:
     count = m.driver.cuda.count
     if m.cuda_works and len(names) > 1 and 0 < count < len(names):  # a warning, since one works
         evidence = (f"{CVD} names {len(names)} MIG instances", f"CUDA sees {count}", m.nvml_result_line)
-        fix = ("Start one process per instance:", *(f"$ {CVD}={name} python …" for name in names[:3]))
-        yield "M02", Match(evidence, fix, severity="warning")
+        starts = tuple(command(f"{CVD}={name} python …") for name in names[:3])
+        yield "M02", Match(evidence, m.steps("M02", starts=starts), severity="warning")
 
 
 def _all_mig(m: Case) -> bool:

@@ -13,6 +13,7 @@ from transload.findings import Severity
 from transload.frozen import Frozen
 from transload.machine import AMD, Node
 from transload.render.words import plural
+from transload.steps import Step, Steps
 
 _APPTAINER = ("apptainer", "singularity")
 _SYSTEM_CONTAINERS = ("lxc", "nspawn")  # with their own init and packages: their libraries must be updated inside
@@ -44,7 +45,7 @@ def not_granted(m: Case) -> Matches:
     if around.service and m.driver_broken and (private or forbidden) and not (around.container or around.slurm):
         why = "its /dev contains no hardware devices (PrivateDevices=yes)" if private else f"opening {forbidden}: EPERM"
         names = ("dxg",) if around.wsl else ("nvidiactl", "nvidia0", "nvidia-uvm", "nvidia-uvm-tools")
-        allow = tuple(f"| DeviceAllow=/dev/{name} rw" for name in names)
+        allow = tuple(Step("copy", f"DeviceAllow=/dev/{name} rw") for name in names)
         fix = m.steps("D05", service=quote(around.service), allow=allow)
         yield "D05", Match((f"the process runs in the unit {around.service}", why, m.driver_result_line), fix)
 
@@ -205,7 +206,7 @@ def _faulty_node(m: Case) -> Node | None:
     return needed[0] if needed and all(_bad(m, node) for node in needed) else None
 
 
-def _node_match(m: Case, node: Node, why: Lines, fix: Lines | None = None, *, likely: bool = False) -> Match:
+def _node_match(m: Case, node: Node, why: Lines, fix: Steps | None = None, *, likely: bool = False) -> Match:
     line = f"{node.path} does not exist"
     if node.exists:
         owner = f"owner {node.uid}, group {node.group or node.gid}"
@@ -230,7 +231,7 @@ def unusable_node(m: Case) -> Matches:
         fix = m.steps("D02 container" if container else "D02", path=node.path, make=make)
         if container == "lxc":
             majors = sorted({_NVIDIA_MAJOR, m.nodes.majors.get("nvidia-uvm", 0)} - {0})
-            allow = tuple(f"| lxc.cgroup2.devices.allow: c {major}:* rwm" for major in majors)
+            allow = tuple(Step("copy", f"lxc.cgroup2.devices.allow: c {major}:* rwm") for major in majors)
             fix = m.steps("D02 lxc", path=node.path, allow=allow)
         yield "D02", _node_match(m, node, (why,), fix, likely=not wrong)
     elif node.error == "EPERM":
@@ -434,7 +435,7 @@ def hidden_gpus(m: Case) -> Matches:
             rest = visible_devices(",".join(seen.dropped[1:]), gpus, mig) if len(seen.dropped) > 1 else Visible()
             severity: Severity = "warning" if rest.count > 0 else "note"  # a warning if that hides a GPU
             left = f"{seen.count} of {len(gpus)} GPUs are visible"
-            title = f"= {CVD} is cut off at {seen.token!r}"
+            title = Step("title", f"{CVD} is cut off at {seen.token!r}")
             yield code, Match((*evidence, left), (title, *correct), severity)
     if run.count == 0 and run.cuda_works:
         counted = "torch.cuda.device_count() is 0, but a kernel ran on the GPU"

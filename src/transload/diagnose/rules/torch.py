@@ -13,6 +13,7 @@ from transload.diagnose.tables import CUDA_LIBRARY, index_builds, numbers_of, re
 from transload.findings import Severity
 from transload.machine import AMD, ExtensionPackage, Resolved
 from transload.render.words import plural
+from transload.steps import Step, Steps
 
 _FIRST_MANYLINUX_2_28 = (2, 7)
 _CUDA_ON_ARM_SINCE = (2, 11)
@@ -243,12 +244,12 @@ def _line(lib: Resolved) -> str:
     return f"{lib.name} is taken from {lib.path}{version}, found through {lib.via}"
 
 
-def _drop(m: Case, lib: Resolved) -> Lines:
+def _drop(m: Case, lib: Resolved) -> Steps:
     """Prevent the loader from using a file that is not torch's own."""
     return fixes.drop_library(m, lib.path, lib.via) or _install_libraries(m, [lib])
 
 
-def _install_libraries(m: Case, blamed: list[Resolved]) -> Lines:
+def _install_libraries(m: Case, blamed: list[Resolved]) -> Steps:
     packages = sorted({lib.package for lib in blamed if lib.package})
     if not packages or "torch" in packages:
         return fixes.reinstall_conda_libraries(m, *(lib.name for lib in blamed)) or m.reinstall
@@ -312,7 +313,7 @@ def mixed_libraries(m: Case) -> Matches:
     if complaint or (parts and m.torch_not_run):
         evidence = (torch_says(complaint), *(f"from another release: {part}" for part in parts[:4]))
         apt = m.platform.package_manager == "apt"
-        fix: Lines = (fixes.sudo(m, "apt remove 'libcudnn9-*'") if apt else "Remove the system's cuDNN.",)
+        fix: Steps = (fixes.sudo(m, "apt remove 'libcudnn9-*'") if apt else "Remove the system's cuDNN.",)
         by_path = next((part for part in parts if part.endswith(", by LD_LIBRARY_PATH")), "")
         if by_path:
             path = by_path.partition(": ")[2].removesuffix(", by LD_LIBRARY_PATH")
@@ -361,7 +362,7 @@ def mixed_libraries(m: Case) -> Matches:
         yield "L05", Match((torch_says(complaint), *gone), _install_libraries(m, lost), severity)
 
 
-def _preloaded(m: Case) -> tuple[str, Lines, bool, bool]:
+def _preloaded(m: Case) -> tuple[str, Steps, bool, bool]:
     """Which libraries are preloaded, how to remove them, whether CUDA works without them, whether they are suspect.
 
     They are suspect if their names are about GPUs. Those of LD_PRELOAD come first, unless only those listed in
@@ -577,13 +578,13 @@ def other_packages(m: Case) -> Matches:
         elif extension.local == "cpu" and m.torch_cuda and extension.package == "torchvision":
             lines.append(f"{_named(extension)} is a build without CUDA, but torch has CUDA {m.torch_cuda}")
 
-    def with_torch(packages: set[str]) -> Lines:
+    def with_torch(packages: set[str]) -> Steps:
         """Reinstall companions of torch, from the index of torch's own build."""
         index = f"{tables.INDEX}/{build}" if tables.BUILD.fullmatch(build) else ""
         names = sorted(packages)
         return (*fixes.uninstall(m, *names), *fixes.install(m, f"torch=={release}", *names, index=index))
 
-    def compiled(purpose: str, packages: list[str], *first: str) -> Lines:
+    def compiled(purpose: str, packages: list[str], *first: Step | str) -> Steps:
         """Compile the packages that have sources, which needs the toolkit that torch was built with."""
         names = [name for name in packages if name in tables.table("packages")["with_sources"].split()]
         here = m.toolkit.version
@@ -715,7 +716,7 @@ def torch_ends(m: Case) -> Matches:
     state, step = run.answer.state, m.failed()
     if state in ("hung", "crashed"):
         hung, detail = state == "hung", run.answer.detail or state
-        title = f"= torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}"
+        title = Step("title", f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}")
         if cuda.answer.state == "crashed" and step and step.name != "import":
             # torch is not the reason, so reinstalling it does not help
             where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""

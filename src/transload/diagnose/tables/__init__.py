@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, partial
 from typing import Any, Literal, cast
 
-from transload import steps
 from transload.findings import manual_page, packaged
 from transload.frozen import NamedTuple
+from transload.steps import Step, listed, sections
 
 Version = tuple[int, ...]
 Capability = Version
@@ -42,16 +42,21 @@ def table(name: str) -> dict[str, Any]:
 
 
 @cache
-def sections(name: str) -> dict[str, tuple[str, ...]]:
-    """The lines of each section of a Markdown file, by each name in its heading."""
-    parts = steps.sections(packaged(__package__, f"{name}.md"))
-    return {name: tuple(filter(None, text.split("\n"))) for names, text in parts for name in names.split(", ")}
+def steps() -> dict[str, list[Step]]:
+    """The steps in each section of ``steps.md``, by each name in its heading."""
+    by_name: dict[str, list[Step]] = {}
+    for names, text in sections(packaged(__package__, "steps.md")):
+        blocks = text.strip().split("\n\n")
+        listed_steps = [step for block in blocks for step in listed(block)]
+        by_name.update(dict.fromkeys(names.split(", "), listed_steps))
+    return by_name
 
 
-def shown_variables() -> tuple[frozenset[str], frozenset[str]]:
-    """The environment variables that can break CUDA or torch, and all whose values may be shown."""
-    deciding, others, _ = (frozenset(" ".join(lines).split()) for lines in sections("variables").values())
-    return deciding, deciding | others
+@cache
+def variables() -> tuple[frozenset[str], frozenset[str], list[str]]:
+    """The environment variables that can break CUDA or torch, all that may be shown, and files that may set them."""
+    deciding, others, files = (text.split() for _, text in sections(packaged(__package__, "variables.md")))
+    return frozenset(deciding), frozenset((*deciding, *others)), files
 
 
 @lru_cache(maxsize=512)
