@@ -74,7 +74,7 @@ def write_content(
     if os.path.lexists(leftovers_path) and not begins_with(leftovers_path, _LEFTOVERS_START):
         what = "the existing file was not written by a conversion"
         raise UsageError(what, where=leftovers_path, fix="Choose another name.")
-    if format_ != "raw":
+    if format_ not in ("raw", "dcp"):
         refuse_existing(dst, overwrite=overwrite)
     with gc_paused():
         plan = ConversionPlan(reader, format_, options)
@@ -196,7 +196,13 @@ class Conversion(Frozen, Reported):
 # -- the report
 
 _SHOWN = 16
-_FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "raw": "raw tensors"}
+_FORMATS = {
+    "torch": "torch zip",
+    "safetensors": "safetensors",
+    "npz": "npz",
+    "raw": "raw tensors",
+    "dcp": "DCP directory",
+}
 
 
 def report(conversion: Conversion) -> Iterator[Block]:
@@ -432,4 +438,16 @@ def _write_raw(job: ConversionJob, plan: ConversionPlan) -> None:
         os.fsync(table.fileno())
 
 
-_WRITERS = {"torch": _write_torch, "safetensors": _write_safetensors, "npz": _write_npz, "raw": _write_raw}
+def _write_dcp(job: ConversionJob, plan: ConversionPlan) -> None:
+    from transload.writing.to_dcp import write_dcp
+
+    write_dcp(job, plan.flattened.leaves if plan.flattened else {})
+
+
+_WRITERS = {
+    "torch": _write_torch,
+    "safetensors": _write_safetensors,
+    "npz": _write_npz,
+    "raw": _write_raw,
+    "dcp": _write_dcp,
+}

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
@@ -29,6 +29,9 @@ from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of, unflattened
 from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, cast_dtype
 
+if TYPE_CHECKING:
+    from transload.writing.to_dcp import Flattened
+
 # -- options
 
 _FORMATS: dict[str, tuple[str, ...]] = {  # with the suffixes of their file names
@@ -36,6 +39,7 @@ _FORMATS: dict[str, tuple[str, ...]] = {  # with the suffixes of their file name
     "torch": (".pt", ".pth", ".ckpt", ".bin"),
     "npz": (".npz",),
     "raw": ("/", os.sep),
+    "dcp": (),
 }
 _UNWRITTEN = {"gguf": "GGUF", "h5": "HDF5", "npy": "npy", "onnx": "ONNX", "pt2": "torch.export"}
 """Other formats that a name may ask for."""
@@ -72,7 +76,7 @@ def target_format(dst: str, to: str = "") -> str:
         raise UsageError(f"{name} cannot be written", where=dst, fix=f"Choose one of {', '.join(_FORMATS)}.")
     if to:
         raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(_FORMATS)}.")
-    fix = "End its name in .safetensors, .pt, .npz or a slash, or add --to torch|safetensors|npz|raw."
+    fix = "End its name in .safetensors, .pt, .npz or a slash, or add --to torch|safetensors|npz|raw|dcp."
     raise UsageError("the name of the target does not say which format to write", where=dst, fix=fix)
 
 
@@ -115,7 +119,7 @@ SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
 _CAN_STORE: dict[str, Collection[str]] = {  # the dtypes that a format has, or can at least store the bytes of
     "safetensors": SAFETENSORS_DTYPES,
     "npz": {*NUMPY, "bfloat16", "complex32", *(dtype for dtype in ITEMSIZE if dtype.startswith("float8_"))},
-    **dict.fromkeys(("torch", "raw"), ITEMSIZE.keys() - QUANTIZED),
+    **dict.fromkeys(("torch", "raw", "dcp"), ITEMSIZE.keys() - QUANTIZED),
 }
 _CANNOT_HOLD = {
     "meta": "it was on the meta device and has no values",
@@ -155,15 +159,16 @@ class ConversionPlan:
     that is not a tensor, by path. ``arrays`` are the paths of numpy arrays in the source, and ``content`` is the source
     with these as tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
 
-    For a torch zip, ``opening`` are the records of the object, ``placed`` the tensors in their order there, and
-    ``storages`` the bytes to write.
+    If the target stores an object, ``root`` is that, and ``placed`` are the tensors in their order there. For a torch
+    zip, ``opening`` are the records of the object, and ``storages`` the bytes to write; for DCP it is ``flattened``.
     """
 
     def __init__(self, reader: ElementReader, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
+        stores_object = format_ in ("torch", "dcp")
         source, self.metadata = _with_aliases(reader)
         self._object = source.checkpoint.root
-        if format_ == "torch" and source.checkpoint.traits.flattened:
+        if stores_object and source.checkpoint.traits.flattened:
             checkpoint, self._object = unflattened(source.checkpoint)
             source = ElementReader(checkpoint, source.open_file, source.files)
         self.entries: list[TargetTensor] = []
@@ -172,18 +177,20 @@ class ConversionPlan:
         self.omitted: list[Omission] = []
         self.renamed: list[tuple[str, str]] = []
         self.dropped: list[tuple[Path, Any]] = []
+        self.root: Any = None
+        self.flattened: Flattened | None = None
         self.placed: list[TargetTensor] = []
         self.numbers: list[str] = []
         self._modules = _module_paths(source.checkpoint.tensors)
-        into_objects = format_ != "torch"  # an array inside an object cannot go into a torch zip
-        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=into_objects)
+        # An array inside an object cannot go into the object of the target.
+        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=not stores_object)
         self.checkpoint = self.reader.checkpoint
         selected = self._select()
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
         before = len(self.omitted)
-        if format_ == "torch":
-            self._plan_torch(selected)
+        if stores_object:
+            self._plan_object(selected)
         else:
             self._plan_entries(selected)
             if format_ == "npz":
@@ -309,13 +316,13 @@ class ConversionPlan:
                 allowance.spend(tensor)
             self.entries.append(entry)
 
-    def _plan_torch(self, selected: list[TargetTensor]) -> None:
-        """Plan a torch zip: keep the structure of the source's object if possible, else write a flat dictionary."""
+    def _plan_object(self, selected: list[TargetTensor]) -> None:
+        """Plan a target that stores an object: with the structure of the source's if possible, else a dictionary."""
         checkpoint = self.checkpoint
         # The keys 1.0 and "1.0" share a path. Then paths identify no tensor.
         paths = frozenset(tensor.path for tensor in checkpoint.tensors)
         distinct = len(paths) == len(checkpoint.tensors)
-        if distinct:
+        if distinct and self.format == "torch":
             carry_over(checkpoint, selected)
         self._plan_entries(entry for entry in selected if entry.call is None)
         root, start = self._root(selected)
@@ -328,19 +335,25 @@ class ConversionPlan:
             stripped = bool(self.options.strip)
             structure = Structure(root, start, kept, tensors=paths, modules=self._modules, stripped=stripped)
         if structure is not None and len(structure.placed) == len(kept):
-            target, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
+            self.root, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
             self.numbers = structure.numbers
             self.renamed = self.renamed if self.options.strip or self._modules else []
         else:
             self.placed = [*self.entries, *(entry for entry in selected if entry.call is not None)]
             for entry in self.placed:
                 entry.state = True
-            target = Dict([part for entry in self.placed for part in (entry.name, entry)])
+            self.root = Dict([part for entry in self.placed for part in (entry.name, entry)])
             self._drop_everything(selected)
+        if self.format == "dcp":
+            from transload.writing.to_dcp import Flattened
+
+            self.flattened = Flattened(self.root)
+            self.nbytes = sum(entry.nbytes for entry in self.entries)
+            return
         self.storages = lay_out(self.placed, self.reader)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
         expand = TargetTensor, TensorCalls(self.storages, checkpoint.storages).tensor
-        self.opening = opening_records(dumps(target, expand=expand))
+        self.opening = opening_records(dumps(self.root, expand=expand))
 
     def _drop_everything(self, selected: list[TargetTensor]) -> None:
         """Drop the source's object, or what is below the key; its tensors are stored by themselves."""
@@ -492,7 +505,7 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     if leftovers.ambiguous:
         names_shown = join_names(leftovers.ambiguous, _SHOWN)
         yield f"named after the printed form of a key that is neither a string nor a number: {names_shown}"
-    if leftovers.versions:
+    if leftovers.versions or (plan.flattened and plan.flattened.versions):
         yield "the module versions that state_dict() records (_metadata) are not kept"
 
 
