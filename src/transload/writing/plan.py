@@ -34,12 +34,33 @@ if TYPE_CHECKING:
 
 # -- options
 
-_FORMATS: dict[str, tuple[str, ...]] = {  # with the suffixes of their file names
-    "safetensors": (".safetensors", ".safetensors.index.json"),
-    "torch": (".pt", ".pth", ".ckpt", ".bin"),
-    "npz": (".npz",),
-    "raw": ("/", os.sep),
-    "dcp": (),
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
+_OPAQUE = {"bfloat16", "complex32", *(dtype for dtype in ITEMSIZE if dtype.startswith("float8_"))}
+
+
+class TargetFormat(NamedTuple):
+    """A format that can be written.
+
+    ``suffixes`` are those of names that imply it, ``dtypes`` what it has, or can at least store the bytes of.
+    ``file`` is the usual name of the file in a directory; empty if the target is the directory itself. ``is_object`` is
+    whether it stores an object, not only tensors.
+    """
+
+    words: str
+    suffixes: tuple[str, ...] = ()
+    dtypes: Collection[str] = ITEMSIZE.keys() - QUANTIZED
+    file: str = ""
+    is_object: bool = False
+
+
+TARGETS = {
+    "safetensors": TargetFormat(
+        "safetensors", (".safetensors", ".safetensors.index.json"), SAFETENSORS_DTYPES, "model.safetensors"
+    ),
+    "torch": TargetFormat("torch zip", (".pt", ".pth", ".ckpt", ".bin"), file="pytorch_model.bin", is_object=True),
+    "npz": TargetFormat("npz", (".npz",), NUMPY.keys() | _OPAQUE, "model.npz"),
+    "raw": TargetFormat("raw tensors", ("/", os.sep)),
+    "dcp": TargetFormat("DCP directory", is_object=True),
 }
 _UNWRITTEN = {"gguf": "GGUF", "h5": "HDF5", "npy": "npy", "onnx": "ONNX", "pt2": "torch.export"}
 """Other formats that a name may ask for."""
@@ -68,21 +89,21 @@ def target_format(dst: str, to: str = "") -> str:
     >>> target_format("model.safetensors"), target_format("out/"), target_format("x", "npz")
     ('safetensors', 'raw', 'npz')
     """
-    if to in _FORMATS:
+    if to in TARGETS:
         return to
     if not to and (named := _named_format(dst)):
         return named
     if name := _UNWRITTEN.get((to or os.path.splitext(dst)[1].removeprefix(".")).lower()):
-        raise UsageError(f"{name} cannot be written", where=dst, fix=f"Choose one of {', '.join(_FORMATS)}.")
+        raise UsageError(f"{name} cannot be written", where=dst, fix=f"Choose one of {', '.join(TARGETS)}.")
     if to:
-        raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(_FORMATS)}.")
-    fix = "End its name in .safetensors, .pt, .npz or a slash, or add --to torch|safetensors|npz|raw|dcp."
+        raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(TARGETS)}.")
+    fix = f"End its name in .safetensors, .pt, .npz or a slash, or add --to {'|'.join(TARGETS)}."
     raise UsageError("the name of the target does not say which format to write", where=dst, fix=fix)
 
 
 def _named_format(dst: str) -> str:
     """The format that a file name implies; empty if it implies none."""
-    return next((format_ for format_, suffixes in _FORMATS.items() if dst.lower().endswith(suffixes)), "")
+    return next((name for name, target in TARGETS.items() if dst.lower().endswith(target.suffixes)), "")
 
 
 def dtype_of(dtype: object) -> str:
@@ -115,12 +136,6 @@ def size_of(size: str | int | None) -> int:
 
 # -- what the formats can store
 
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
-_CAN_STORE: dict[str, Collection[str]] = {  # the dtypes that a format has, or can at least store the bytes of
-    "safetensors": SAFETENSORS_DTYPES,
-    "npz": {*NUMPY, "bfloat16", "complex32", *(dtype for dtype in ITEMSIZE if dtype.startswith("float8_"))},
-    **dict.fromkeys(("torch", "raw", "dcp"), ITEMSIZE.keys() - QUANTIZED),
-}
 _CANNOT_HOLD = {
     "meta": "it was on the meta device and has no values",
     "quantized": "it is quantized: its values mean nothing without their scales",
@@ -165,10 +180,11 @@ class ConversionPlan:
 
     def __init__(self, reader: ElementReader, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
-        stores_object = format_ in ("torch", "dcp")
+        self._target = TARGETS[format_]
+        is_object = self._target.is_object
         source, self.metadata = _with_aliases(reader)
         self._object = source.checkpoint.root
-        if stores_object and source.checkpoint.traits.flattened:
+        if is_object and source.checkpoint.traits.flattened:
             checkpoint, self._object = unflattened(source.checkpoint)
             source = ElementReader(checkpoint, source.open_file, source.files)
         self.entries: list[TargetTensor] = []
@@ -183,13 +199,13 @@ class ConversionPlan:
         self.numbers: list[str] = []
         self._modules = _module_paths(source.checkpoint.tensors)
         # An array inside an object cannot go into the object of the target.
-        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=not stores_object)
+        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=not is_object)
         self.checkpoint = self.reader.checkpoint
         selected = self._select()
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
         before = len(self.omitted)
-        if stores_object:
+        if is_object:
             self._plan_object(selected)
         else:
             self._plan_entries(selected)
@@ -304,7 +320,7 @@ class ConversionPlan:
             if name != entry.name:
                 self.renamed.append((entry.name, name))
                 entry.name = name
-            if entry.dtype not in _CAN_STORE[self.format]:
+            if entry.dtype not in self._target.dtypes:
                 self.omitted.append(Omission(name, f"the format has no {entry.dtype}", lost=True))
                 continue
             # In the metadata of a safetensors file, "format" is what loaders look for, never an alias.
@@ -344,7 +360,7 @@ class ConversionPlan:
                 entry.state = True
             self.root = Dict([part for entry in self.placed for part in (entry.name, entry)])
             self._drop_everything(selected)
-        if self.format == "dcp":
+        if self.format != "torch":
             from transload.writing.to_dcp import Flattened
 
             self.flattened = Flattened(self.root)
