@@ -52,7 +52,7 @@ STAGE = 16 << 20
 
 _PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 _DEFAULT = Settings()
-_DENSE = frozenset({"strided", "sharded"})
+DENSE = frozenset({"strided", "sharded"})
 """Kinds of tensors that are read element by element, or only a part of them."""
 _VALUES: dict[str, Callable[[str], Any]] = {
     "int": int,
@@ -286,7 +286,7 @@ class TensorReader(OpenCheckpoint):
         ``dtype`` casts floating-point tensors. Strides without gaps are kept; else the result is contiguous.
         ``LoadError`` names a tensor whose bytes are missing.
         """
-        if tensor.kind not in _DENSE:
+        if tensor.kind not in DENSE:
             return self._read_composite(tensor, index, device, dtype)
         import torch
 
@@ -323,7 +323,7 @@ class TensorReader(OpenCheckpoint):
         try:
             with torch.no_grad():
                 for tensor, target, index in items:
-                    if tensor.kind not in _DENSE or not _has_plain_memory(target):
+                    if tensor.kind not in DENSE or not _has_plain_memory(target):
                         target.copy_(self.read(tensor, index))
                         continue
                     _, reads, rest = self._reads(tensor, index)
@@ -343,7 +343,7 @@ class TensorReader(OpenCheckpoint):
 
     def check(self, tensor: Tensor) -> None:
         """Raise ``LoadError`` if a tensor or one of its parts cannot be read, as far as is known before reading."""
-        if tensor.kind in _DENSE:
+        if tensor.kind in DENSE:
             self._reads(tensor, ())
             return
         if tensor.kind != "meta" and not (tensor.kind == "device" and tensor.parts):
@@ -455,27 +455,35 @@ class TensorReader(OpenCheckpoint):
             raise self._cut(tensor, elements, elements.offset + end.received) from end
 
     def _read_staged(self, tensor: Tensor, elements: Elements, dtype: torch.dtype, target: torch.Tensor) -> None:
-        """Read elements into a tensor through a buffer."""
+        """Read elements into a tensor: into its memory where that is in order, else through a buffer."""
         import torch
 
         width = elements.itemsize
         # Rows that do not fit the buffer are split, but elements never are.
         most = max(1, STAGE // width)
         largest = min(most, elements.view.numel) * width
-        pinned = target.device.type == "cuda" and largest >= _PIN
-        buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-        if target.dtype == dtype:
+        same = target.dtype == dtype
+        in_place = same and target.device.type == "cpu"
+        if same:
             # Copy as integers of the same size: not every dtype supports copies on every device.
             integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
             dtype = integers[width]
             target = target.view(dtype)
+        buffer = None
         for box in boxes(elements.view.shape, most) if elements.view.numel else ():
-            chunk = buffer[: prod(box.shape) * width]
+            part = target[box.slices]
+            chunk = part
+            if not (in_place and part.is_contiguous()):
+                if buffer is None:
+                    pinned = target.device.type == "cuda" and largest >= _PIN
+                    buffer = torch.empty(largest, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+                chunk = buffer[: prod(box.shape) * width].view(dtype).view(box.shape)
             try:
-                elements.read(box, memory_at(chunk.data_ptr(), len(chunk)), sys.byteorder)
+                elements.read(box, memory_at(chunk.data_ptr(), prod(box.shape) * width), sys.byteorder)
             except MissingBytesError as end:
                 raise self._cut(tensor, elements, end.position) from end
-            target[box.slices].copy_(chunk.view(dtype).view(box.shape))
+            if chunk is not part:
+                part.copy_(chunk)
 
     def _cut(self, tensor: Tensor, elements: Elements, position: int) -> BrokenFileError:
         error = self.elements.incomplete(tensor, elements.ends_at(position))

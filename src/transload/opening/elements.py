@@ -337,6 +337,7 @@ FORMATS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q
 _BLOCK = 2 << 20  # bytes read at once to be reordered: they fit a CPU's cache
 _PAGE = 4096
 _SPARSE_RATIO = 4
+_RUN = 8192  # bytes of a run that are worth a system call, if there are as many that are not wanted before the next run
 _COPIED = 16  # copying a run of this many elements takes as long as copying a single one
 _LINE = 64  # bytes of a cache line: without this padding, rows a power of two apart would compete for a few lines
 _LONG = 1024
@@ -499,6 +500,12 @@ class _Gather:
         outer = max(axes, key=lambda axis: axis.step, default=Axis(1, 1, 1))
         rest = [axis for axis in axes if axis is not outer]
         inner = 1 + sum((axis.size - 1) * axis.step for axis in rest)  # elements from the first of a row to its last
+        whole = len(rest) == 1 and rest[0].step == rest[0].out_step == 1  # a row is one run on both sides
+        if whole and min(inner, outer.step - inner) * width >= _RUN:
+            for row in range(outer.size):
+                place, start = at + row * outer.out_step, self._start + (first + row * outer.step) * width
+                _read_all(self._source, start, out[place : place + inner].cast("B"))
+            return
         # Where gaps are large, only the needed part of each row is read.
         scattered = outer.step * width >= _PAGE and inner * _SPARSE_RATIO <= outer.step
         step = inner + _LINE // width if scattered else outer.step
