@@ -23,7 +23,7 @@ HEAD = """\
 # Python API
 
 The public names of transload; all other names may change. Importing transload is fast, since each name is loaded when
-it is first used. Only `load`, `load_into`, `open`, `save` and `save_async` import torch.
+it is first used. Only `load`, `load_into`, `open`, `save`, `save_async` and `CheckpointReader` import torch.
 
 Returned objects are frozen. `print` shows the report of the command, `to_dict()` returns its JSON.
 
@@ -36,6 +36,8 @@ PAGES = {"load": "loading.md#load", "open": "loading.md#open", "load_into": "loa
 PAGES |= {"save": "save.md#save", "save_async": "save.md#save_async"}
 COMMANDS = ("check", "convert", "doctor", "explain", "inspect", "rescue", "retag", "verify")
 PAGES |= {name: f"{name}.md" for name in COMMANDS} | {"patch": "run.md", "unpatch": "run.md"}
+PLUGINS = ("CheckpointReader",)
+"""Classes that users make, and pass to another library."""
 ERRORS = """\
 ## Errors
 
@@ -63,11 +65,12 @@ def page() -> str:
     """The complete page."""
     public = {name: getattr(transload, name) for name in dir(transload)}
     functions = {name: value for name, value in public.items() if isinstance(value, FunctionType)}
-    classes = {name: value for name, value in public.items() if isinstance(value, type)}
+    classes = {name: value for name, value in public.items() if isinstance(value, type) and name not in PLUGINS}
     classes |= {value.__name__: value for value in map(returned, functions.values()) if value is not None}
     errors = {name: value for name, value in classes.items() if issubclass(value, BaseException)}
     results = {name: value for name, value in sorted(classes.items()) if name not in errors}
     lines = [HEAD, "## Functions\n", *map(function, functions.values())]
+    lines += ["## For other libraries\n", *(function(public[name]) for name in PLUGINS)]
     lines += ["## What they return\n", *map(result, results.values())]
     warnings = {name: value for name, value in errors.items() if issubclass(value, Warning)}
     rows = [error(value) for name, value in errors.items() if name not in warnings]
@@ -146,7 +149,8 @@ def signature(callee: Callable[..., Any]) -> str:
             lines.append("")
         lines[-1] += f"{argument}, "
     text = ("\n" + " " * len(head)).join(line.rstrip(" ") for line in lines).rstrip(",")
-    return f"{head}{text}) -> {plain(parsed.return_annotation)}"
+    arrow = "" if isinstance(callee, type) else f" -> {plain(parsed.return_annotation)}"
+    return f"{head}{text}){arrow}"
 
 
 def argument_names(member: FunctionType) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.explaining import explain as explain
     from transload.findings import Finding as Finding
     from transload.loading import load as load
+    from transload.loading.dcp_reader import CheckpointReader as CheckpointReader
     from transload.loading.handles import open as open  # noqa: A004 - transload.open, beside transload.load
     from transload.loading.into import KeysWarning as KeysWarning
     from transload.loading.into import MismatchError as MismatchError
@@ -58,6 +59,7 @@ _NAMES = {
     "transload.explaining": "Explanation explain",
     "transload.findings": "Finding",
     "transload.loading": "load",
+    "transload.loading.dcp_reader": "CheckpointReader",
     "transload.loading.handles": "open",
     "transload.loading.into": "KeysWarning MismatchError load_into",
     "transload.loading.placement": "Plan",

@@ -38,6 +38,8 @@ class Source(Protocol):
     gap: int = 64 << 10
     """How many unrequested bytes are cheaper to read than another request. A system call costs about as much as copying
     this many."""
+    stamp: tuple[int, ...] = ()
+    """What a write to it changes; empty if that is not known."""
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -95,11 +97,11 @@ class FileSource(Source):
             fix = "Copy the bytes to a file first."
             raise CannotReadError("not a regular file (a device, pipe or socket)", where=self.name, fix=fix)
         self.size = status.st_size
-        self._stamp = _stamp(status)
+        self.stamp = _stamp(status)
 
     def is_changed(self) -> bool:
         """Whether the file was written to since it was opened; false once it is closed."""
-        return self.descriptor >= 0 and _stamp(os.fstat(self.descriptor)) != self._stamp
+        return self.descriptor >= 0 and _stamp(os.fstat(self.descriptor)) != self.stamp
 
     def is_same_file(self, path: str) -> bool:
         """Whether a path leads to this file, and the file has not become shorter."""

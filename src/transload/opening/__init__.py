@@ -108,6 +108,10 @@ class OpenCheckpoint:
                 fix = "Read it again when no program writes to it; transload.save replaces a file in one step."
                 raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
 
+    def stamps(self) -> dict[str, tuple[int, ...]]:
+        """What a write to each of the files that are open would change, by their names in the checkpoint."""
+        return {name: source.stamp for name, source in self._open.items()}
+
     def seek_past_content(self) -> None:
         """Make ``close`` leave a file object where ``torch.load`` does.
 
