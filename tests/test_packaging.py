@@ -124,12 +124,12 @@ def imports(modules: dict[Path, ast.Module]) -> list[tuple[str, Import]]:
 # The names of formats that modules outside ``formats`` may contain: for anything else they ask ``traits``.
 NAMED = {
     "checking": {"safetensors"},  # the package
-    "converting": {"safetensors", "npz"},  # what convert writes
+    "converting": {"safetensors"},  # what has shards
     "explaining": {"sharded"},  # a page
     "judge": {"deepspeed"},  # the package
     "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
     "opening": {"sharded"},  # a kind of tensor
-    "writing": {"safetensors", "npz", "npy", "gguf", "sharded"},  # what convert writes, or not; a kind of tensor
+    "writing": {"safetensors", "npz", "npy", "gguf", "sharded", "dcp"},  # what convert writes, or not; a kind of tensor
 }
 
 

@@ -24,7 +24,9 @@ def add_options(command: str, option: Callable[..., object]) -> None:
     elif command == "convert":
         option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
         option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
-        option("--to", metavar="FORMAT", default="", help="torch, safetensors, npz or raw, if DST's name does not say")
+        option(
+            "--to", metavar="FORMAT", default="", help="torch, safetensors, npz, raw or dcp, if DST's name does not say"
+        )
         option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
         option("--list", action="store_true", help="show the parts that --key can choose")
         option("--strip", metavar="PREFIX", action="append", default=[], help="remove a name prefix; may be repeated")

@@ -18,7 +18,7 @@ from transload.render.lines import Block, Prose, Table
 from transload.render.words import path_text, plural, printable, size
 from transload.writing import Conversion, report, write_content
 from transload.writing.output import file_identity
-from transload.writing.plan import Candidate, Options, candidates, dtype_of, size_of, target_format
+from transload.writing.plan import TARGETS, Candidate, Options, candidates, dtype_of, size_of, target_format
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,8 @@ def convert(
     """Write the tensors of a checkpoint in another format. Nothing in the file is run, and torch is not needed.
 
     ``src`` is a path (of a file or a directory), bytes, or a file object. The name of ``dst`` decides the format unless
-    ``to`` does: ``torch``, ``safetensors``, ``npz``, or ``raw`` (a directory). ``key`` chooses a part (``"model"``),
+    ``to`` does: ``torch``, ``safetensors``, ``npz``, ``raw`` (a directory), or ``dcp`` (a directory that
+    ``torch.distributed.checkpoint`` loads on any number of ranks). ``key`` chooses a part (``"model"``),
     ``strip`` removes prefixes from the names (``"module."``), and ``dtype`` (a name, or a ``torch.dtype``) converts
     floating-point tensors, where a number that does not fit is an error unless ``allow_inf``. ``max_shard_size``
     (``"5GB"``) splits safetensors into shards. ``verify`` compares the source with its checksums, and reads the target
@@ -62,8 +63,8 @@ def convert(
     format_ = target_format(target, to)
     if options.max_shard_size and format_ != "safetensors":
         raise UsageError("only safetensors can be split into shards", fix="Leave out --max-shard-size.")
-    if format_ != "raw" and (target.endswith(("/", os.sep)) or os.path.isdir(target)):
-        usual = {"safetensors": "model.safetensors", "torch": "pytorch_model.bin", "npz": "model.npz"}[format_]
+    usual = TARGETS[format_].file
+    if usual and (target.endswith(("/", os.sep)) or os.path.isdir(target)):
         target = os.path.join(target, usual)
     if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
         raise UsageError("the target is the source itself", where=target, fix="Choose another name.")

@@ -41,7 +41,9 @@ _REPLACED: list[tuple[Thread, int]] = []
 class DescriptorFile:
     """A file by its descriptor. Writeback to the disk starts early, so that the final flush has little left to do."""
 
-    _written = _begun = 0
+    written = 0
+    """How many bytes were written."""
+    _begun = 0
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -55,18 +57,18 @@ class DescriptorFile:
                     count = os.writev(self.descriptor, left)
                 else:
                     count = os.write(self.descriptor, left[0])
-                self._written += count
+                self.written += count
                 while left and count >= len(left[0]):
                     count -= len(left.pop(0))
                 if count:
                     left[0] = memoryview(left[0])[count:]
-        if self._written - self._begun >= _BEHIND:
+        if self.written - self._begun >= _BEHIND:
             from transload.io.memory import libc
 
             # On some disks this makes a save of 500 MB a third faster. It is only a hint, so errors are ignored.
             if hasattr(libc(), "sync_file_range"):  # Linux
-                libc().sync_file_range(self.descriptor, self._begun, self._written - self._begun, _BEGIN_WRITING)
-            self._begun = self._written
+                libc().sync_file_range(self.descriptor, self._begun, self.written - self._begun, _BEGIN_WRITING)
+            self._begun = self.written
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -43,7 +43,7 @@ from transload.writing.output import (
     refuse_existing,
     sibling_files,
 )
-from transload.writing.plan import SAFETENSORS_DTYPES, ConversionPlan, Options, member_name, notes
+from transload.writing.plan import SAFETENSORS_DTYPES, TARGETS, ConversionPlan, Options, member_name, notes
 from transload.writing.transfer import ConversionJob, TargetTensor, check_source, read_back, write_file
 
 __all__ = ["Conversion", "report", "write_content"]
@@ -74,7 +74,7 @@ def write_content(
     if os.path.lexists(leftovers_path) and not begins_with(leftovers_path, _LEFTOVERS_START):
         what = "the existing file was not written by a conversion"
         raise UsageError(what, where=leftovers_path, fix="Choose another name.")
-    if format_ != "raw":
+    if TARGETS[format_].file:
         refuse_existing(dst, overwrite=overwrite)
     with gc_paused():
         plan = ConversionPlan(reader, format_, options)
@@ -196,7 +196,6 @@ class Conversion(Frozen, Reported):
 # -- the report
 
 _SHOWN = 16
-_FORMATS = {"torch": "torch zip", "safetensors": "safetensors", "npz": "npz", "raw": "raw tensors"}
 
 
 def report(conversion: Conversion) -> Iterator[Block]:
@@ -208,7 +207,7 @@ def report(conversion: Conversion) -> Iterator[Block]:
     speed = f", {size(round(nbytes / seconds))}/s" if nbytes >= 1e8 and seconds else ""
     checked = "read back and compared" if conversion.verified else "not read back"
     tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
-    yield row("written", f"{_FORMATS[conversion.to]}: {tensors}{files}{speed}; {checked}")
+    yield row("written", f"{TARGETS[conversion.to].words}: {tensors}{files}{speed}; {checked}")
     if conversion.cast:
         infinite = f", {plural(conversion.infinite, 'number')} became infinite" if conversion.infinite else ""
         converted = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"
@@ -432,4 +431,16 @@ def _write_raw(job: ConversionJob, plan: ConversionPlan) -> None:
         os.fsync(table.fileno())
 
 
-_WRITERS = {"torch": _write_torch, "safetensors": _write_safetensors, "npz": _write_npz, "raw": _write_raw}
+def _write_dcp(job: ConversionJob, plan: ConversionPlan) -> None:
+    from transload.writing.to_dcp import write_dcp
+
+    write_dcp(job, plan.flattened.leaves if plan.flattened else {})
+
+
+_WRITERS = {
+    "torch": _write_torch,
+    "safetensors": _write_safetensors,
+    "npz": _write_npz,
+    "raw": _write_raw,
+    "dcp": _write_dcp,
+}

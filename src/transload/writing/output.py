@@ -247,8 +247,12 @@ class _OldShards:
 # -- directories
 
 
+_FOLDERS = (("index.json", r"[0-9]{6,}\.bin"), (".metadata", r"__0_0\.distcp"))
+"""What a conversion writes into a directory: the index, and other files."""
+
+
 class AtomicFolder:
-    """A directory that appears when all of it is on disk. It replaces only a directory that a conversion wrote."""
+    """A directory that appears when all of it is on disk. It replaces only one like those that conversions write."""
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
         self.path = path.rstrip("/" + os.sep) or path
@@ -278,7 +282,10 @@ class AtomicFolder:
         if not os.path.isdir(self.path):
             raise UsageError("the target is a file, not a directory", where=self.path, fix="Choose another name.")
         names = os.listdir(self.path)
-        ours = "index.json" in names and all(re.fullmatch(r"index\.json|[0-9]{6,}\.bin", name) for name in names)
+        ours = any(
+            {index, *names} == {*names} and all(map(re.compile(data).fullmatch, {*names} - {index}))
+            for index, data in _FOLDERS
+        )
         if names and not (self._overwrite and ours):
             fix = "Choose another name." if self._overwrite else _CHOOSE
             raise UsageError("the directory already exists and is not empty", where=self.path, fix=fix)

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
@@ -29,13 +29,38 @@ from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of, unflattened
 from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, cast_dtype
 
+if TYPE_CHECKING:
+    from transload.writing.to_dcp import Flattened
+
 # -- options
 
-_FORMATS: dict[str, tuple[str, ...]] = {  # with the suffixes of their file names
-    "safetensors": (".safetensors", ".safetensors.index.json"),
-    "torch": (".pt", ".pth", ".ckpt", ".bin"),
-    "npz": (".npz",),
-    "raw": ("/", os.sep),
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
+_OPAQUE = {"bfloat16", "complex32", *(dtype for dtype in ITEMSIZE if dtype.startswith("float8_"))}
+
+
+class TargetFormat(NamedTuple):
+    """A format that can be written.
+
+    ``suffixes`` are those of names that imply it, ``dtypes`` what it has, or can at least store the bytes of.
+    ``file`` is the usual name of the file in a directory; empty if the target is the directory itself. ``is_object`` is
+    whether it stores an object, not only tensors.
+    """
+
+    words: str
+    suffixes: tuple[str, ...] = ()
+    dtypes: Collection[str] = ITEMSIZE.keys() - QUANTIZED
+    file: str = ""
+    is_object: bool = False
+
+
+TARGETS = {
+    "safetensors": TargetFormat(
+        "safetensors", (".safetensors", ".safetensors.index.json"), SAFETENSORS_DTYPES, "model.safetensors"
+    ),
+    "torch": TargetFormat("torch zip", (".pt", ".pth", ".ckpt", ".bin"), file="pytorch_model.bin", is_object=True),
+    "npz": TargetFormat("npz", (".npz",), NUMPY.keys() | _OPAQUE, "model.npz"),
+    "raw": TargetFormat("raw tensors", ("/", os.sep)),
+    "dcp": TargetFormat("DCP directory", is_object=True),
 }
 _UNWRITTEN = {"gguf": "GGUF", "h5": "HDF5", "npy": "npy", "onnx": "ONNX", "pt2": "torch.export"}
 """Other formats that a name may ask for."""
@@ -64,21 +89,21 @@ def target_format(dst: str, to: str = "") -> str:
     >>> target_format("model.safetensors"), target_format("out/"), target_format("x", "npz")
     ('safetensors', 'raw', 'npz')
     """
-    if to in _FORMATS:
+    if to in TARGETS:
         return to
     if not to and (named := _named_format(dst)):
         return named
     if name := _UNWRITTEN.get((to or os.path.splitext(dst)[1].removeprefix(".")).lower()):
-        raise UsageError(f"{name} cannot be written", where=dst, fix=f"Choose one of {', '.join(_FORMATS)}.")
+        raise UsageError(f"{name} cannot be written", where=dst, fix=f"Choose one of {', '.join(TARGETS)}.")
     if to:
-        raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(_FORMATS)}.")
-    fix = "End its name in .safetensors, .pt, .npz or a slash, or add --to torch|safetensors|npz|raw."
+        raise UsageError(f"unknown format {to!r}", fix=f"Choose one of {', '.join(TARGETS)}.")
+    fix = f"End its name in .safetensors, .pt, .npz or a slash, or add --to {'|'.join(TARGETS)}."
     raise UsageError("the name of the target does not say which format to write", where=dst, fix=fix)
 
 
 def _named_format(dst: str) -> str:
     """The format that a file name implies; empty if it implies none."""
-    return next((format_ for format_, suffixes in _FORMATS.items() if dst.lower().endswith(suffixes)), "")
+    return next((name for name, target in TARGETS.items() if dst.lower().endswith(target.suffixes)), "")
 
 
 def dtype_of(dtype: object) -> str:
@@ -111,12 +136,6 @@ def size_of(size: str | int | None) -> int:
 
 # -- what the formats can store
 
-SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
-_CAN_STORE: dict[str, Collection[str]] = {  # the dtypes that a format has, or can at least store the bytes of
-    "safetensors": SAFETENSORS_DTYPES,
-    "npz": {*NUMPY, "bfloat16", "complex32", *(dtype for dtype in ITEMSIZE if dtype.startswith("float8_"))},
-    **dict.fromkeys(("torch", "raw"), ITEMSIZE.keys() - QUANTIZED),
-}
 _CANNOT_HOLD = {
     "meta": "it was on the meta device and has no values",
     "quantized": "it is quantized: its values mean nothing without their scales",
@@ -155,15 +174,17 @@ class ConversionPlan:
     that is not a tensor, by path. ``arrays`` are the paths of numpy arrays in the source, and ``content`` is the source
     with these as tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
 
-    For a torch zip, ``opening`` are the records of the object, ``placed`` the tensors in their order there, and
-    ``storages`` the bytes to write.
+    If the target stores an object, ``root`` is that, and ``placed`` are the tensors in their order there. For a torch
+    zip, ``opening`` are the records of the object, and ``storages`` the bytes to write; for DCP it is ``flattened``.
     """
 
     def __init__(self, reader: ElementReader, format_: str, options: Options) -> None:
         self.format, self.options = format_, options
+        self._target = TARGETS[format_]
+        is_object = self._target.is_object
         source, self.metadata = _with_aliases(reader)
         self._object = source.checkpoint.root
-        if format_ == "torch" and source.checkpoint.traits.flattened:
+        if is_object and source.checkpoint.traits.flattened:
             checkpoint, self._object = unflattened(source.checkpoint)
             source = ElementReader(checkpoint, source.open_file, source.files)
         self.entries: list[TargetTensor] = []
@@ -172,18 +193,20 @@ class ConversionPlan:
         self.omitted: list[Omission] = []
         self.renamed: list[tuple[str, str]] = []
         self.dropped: list[tuple[Path, Any]] = []
+        self.root: Any = None
+        self.flattened: Flattened | None = None
         self.placed: list[TargetTensor] = []
         self.numbers: list[str] = []
         self._modules = _module_paths(source.checkpoint.tensors)
-        into_objects = format_ != "torch"  # an array inside an object cannot go into a torch zip
-        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=into_objects)
+        # An array inside an object cannot go into the object of the target.
+        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=not is_object)
         self.checkpoint = self.reader.checkpoint
         selected = self._select()
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
         before = len(self.omitted)
-        if format_ == "torch":
-            self._plan_torch(selected)
+        if is_object:
+            self._plan_object(selected)
         else:
             self._plan_entries(selected)
             if format_ == "npz":
@@ -297,7 +320,7 @@ class ConversionPlan:
             if name != entry.name:
                 self.renamed.append((entry.name, name))
                 entry.name = name
-            if entry.dtype not in _CAN_STORE[self.format]:
+            if entry.dtype not in self._target.dtypes:
                 self.omitted.append(Omission(name, f"the format has no {entry.dtype}", lost=True))
                 continue
             # In the metadata of a safetensors file, "format" is what loaders look for, never an alias.
@@ -309,13 +332,13 @@ class ConversionPlan:
                 allowance.spend(tensor)
             self.entries.append(entry)
 
-    def _plan_torch(self, selected: list[TargetTensor]) -> None:
-        """Plan a torch zip: keep the structure of the source's object if possible, else write a flat dictionary."""
+    def _plan_object(self, selected: list[TargetTensor]) -> None:
+        """Plan a target that stores an object: with the structure of the source's if possible, else a dictionary."""
         checkpoint = self.checkpoint
         # The keys 1.0 and "1.0" share a path. Then paths identify no tensor.
         paths = frozenset(tensor.path for tensor in checkpoint.tensors)
         distinct = len(paths) == len(checkpoint.tensors)
-        if distinct:
+        if distinct and self.format == "torch":
             carry_over(checkpoint, selected)
         self._plan_entries(entry for entry in selected if entry.call is None)
         root, start = self._root(selected)
@@ -328,19 +351,25 @@ class ConversionPlan:
             stripped = bool(self.options.strip)
             structure = Structure(root, start, kept, tensors=paths, modules=self._modules, stripped=stripped)
         if structure is not None and len(structure.placed) == len(kept):
-            target, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
+            self.root, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
             self.numbers = structure.numbers
             self.renamed = self.renamed if self.options.strip or self._modules else []
         else:
             self.placed = [*self.entries, *(entry for entry in selected if entry.call is not None)]
             for entry in self.placed:
                 entry.state = True
-            target = Dict([part for entry in self.placed for part in (entry.name, entry)])
+            self.root = Dict([part for entry in self.placed for part in (entry.name, entry)])
             self._drop_everything(selected)
+        if self.format != "torch":
+            from transload.writing.to_dcp import Flattened
+
+            self.flattened = Flattened(self.root)
+            self.nbytes = sum(entry.nbytes for entry in self.entries)
+            return
         self.storages = lay_out(self.placed, self.reader)
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
         expand = TargetTensor, TensorCalls(self.storages, checkpoint.storages).tensor
-        self.opening = opening_records(dumps(target, expand=expand))
+        self.opening = opening_records(dumps(self.root, expand=expand))
 
     def _drop_everything(self, selected: list[TargetTensor]) -> None:
         """Drop the source's object, or what is below the key; its tensors are stored by themselves."""
@@ -492,7 +521,7 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     if leftovers.ambiguous:
         names_shown = join_names(leftovers.ambiguous, _SHOWN)
         yield f"named after the printed form of a key that is neither a string nor a number: {names_shown}"
-    if leftovers.versions:
+    if leftovers.versions or (plan.flattened and plan.flattened.versions):
         yield "the module versions that state_dict() records (_metadata) are not kept"
 
 
