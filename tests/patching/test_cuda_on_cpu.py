@@ -347,6 +347,11 @@ from torch import distributed as dist
 meeting = {"init_method": "file://" + sys.argv[1], "rank": 0, "world_size": 1}
 dist.init_process_group("nccl", device_id=torch.device("cuda:0"), **meeting)
 assert dist.get_backend() == dist.get_backend(dist.new_group(backend="nccl")) == "gloo"
+try:
+    from torch.distributed.device_mesh import DeviceMesh
+except ImportError:  # torch 2.1
+    from torch.distributed._tensor.device_mesh import DeviceMesh
+assert DeviceMesh("cuda", [0]).device_type == "cpu"
 model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
 model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model).cuda()
 model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[0], output_device=0)

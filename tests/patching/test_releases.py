@@ -11,6 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,8 @@ KEPT = {
     "torch.cuda.amp.amp_definitely_not_available": "re-exported, and called by nobody there",
     "torch.distributed.device_mesh.init_process_group": "the mesh is that of the CPU",
     "torch.distributed.device_mesh.new_group": "as above",
+    "torch.distributed._tensor.device_mesh.init_process_group": "as above, in torch 2.1",
+    "torch.distributed._tensor.device_mesh.new_group": "as above, in torch 2.1",
     "torch.nn.parallel.data_parallel.parallel_apply": "all parts are on the CPU",
     "torch.utils.data.dataset.randperm": "called without a device",
 }
@@ -145,6 +148,8 @@ def test_no_module_of_torch_keeps_the_function_that_was_replaced() -> None:
     """Such as one that says ``from torch.cuda import current_stream``."""
     for name in ("amp", "distributed", "nn.parallel", "optim", "profiler", "utils.checkpoint", "utils.data"):
         import_module(f"torch.{name}")
+    with suppress(ImportError):
+        import_module("torch.distributed._tensor.device_mesh")  # of torch 2.1
     real = {}
     for _, path, names in torch_patches._REPLACED:
         owner = sys.modules.get(path)

@@ -683,6 +683,9 @@ _REPLACED_LATER: dict[str, Replaced] = {
         (_giving(offload_to_cpu=False), f"{_FSDP}.FullStateDictConfig", "__init__"),
         (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
     ),
+    "torch.distributed._tensor.device_mesh": (  # of torch 2.1
+        (_mesh, "torch.distributed._tensor.device_mesh.DeviceMesh", "__init__"),
+    ),
     "torch.utils.cpp_extension": (
         (_refuse_kernels, "torch.utils.cpp_extension", "_get_cuda_arch_flags _join_cuda_home"),
     ),
