@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -13,56 +13,6 @@ from transload.cli.output import finish_retag, for_each, keywords, print_error, 
 from transload.devices import refuse_unknown
 from transload.errors import CannotReadError, TransloadError, UsageError
 from transload.findings import quoted
-
-
-def add_options(command: str, option: Callable[..., object]) -> None:
-    """Declare the options of a command."""
-    files = partial(option, "paths", nargs="+", metavar="FILE")
-    if command == "check":
-        files(help="a checkpoint file, or a directory of checkpoints")
-        option("--device", metavar="D", default="auto", help="where to load it: auto, none, cpu, cuda:1 and so on")
-    elif command == "convert":
-        option("path", metavar="SRC", help="a checkpoint of any format: a file or a directory")
-        option("out", metavar="DST", nargs="?", help=".safetensors, .pt, .npz, or a directory/ of raw tensors")
-        option(
-            "--to", metavar="FORMAT", default="", help="torch, safetensors, npz, raw or dcp, if DST's name does not say"
-        )
-        option("--key", metavar="KEY", default="", help="convert only this part, such as model or state_dict")
-        option("--list", action="store_true", help="show the parts that --key can choose")
-        option("--strip", metavar="PREFIX", action="append", default=[], help="remove a name prefix; may be repeated")
-        option("--dtype", metavar="D", default="", help="floating-point dtype: float64, float32, float16 or bfloat16")
-        option("--allow-inf", action="store_true", help="let values too large for --dtype become infinite")
-        option("--max-shard-size", metavar="SIZE", help="split safetensors into shards, such as 5GB")
-        option("--force", dest="overwrite", action="store_true", help="overwrite DST")
-        option("--no-verify", dest="verify", action="store_false", help="do not read DST back or check SRC's checksums")
-    elif command == "explain":
-        option(
-            "log", metavar="TEXT", nargs="?", default="-", help="a log file, an error message or a code; default: stdin"
-        )
-        option("--no-checks", action="store_true", help="do not examine this machine or the files that TEXT names")
-    elif command == "rescue":
-        option("src", metavar="SRC", help="a damaged checkpoint: a file or directory, never written to")
-        option("dst", metavar="DST", nargs="?", help="the new file; DST.rescue.json reports what is in it")
-        option("--dry-run", action="store_true", help="report what would be written, and write nothing")
-        option("--fill", choices=("zeros", "nan"), help="fill lost tensors instead of leaving them out")
-        option("--member", metavar="NAME", default="", help="which checkpoint to take if an archive holds several")
-        option("--force", dest="overwrite", action="store_true", help="overwrite DST if it exists")
-    elif command == "retag":
-        files(help="a file of torch.save (zip or legacy format), or a directory of such files")
-        option("--to", metavar="D", default="", help="the device for all tags: cpu, cuda:0, mps and so on")
-        option("--map", metavar="A=B", action="append", default=[], help="tag A becomes B; may be repeated")
-        option("-o", "--out", metavar="COPY", help="write a copy and leave the file as it is")
-        option("--dry-run", action="store_true", help="say what would be done, and do nothing")
-        option("--keep-undo", action="store_true", help="keep what --undo needs next to the file")
-        option("--undo", action="store_true", help="undo the last retag, made with --keep-undo")
-        option("--hard-links", action="store_true", help="also change a file that has other names (hard links)")
-    elif command == "verify":
-        files(nargs="*", help="a checkpoint file, or the directory of one")
-        option("--hash", action="store_true", help="show the SHA-256 of each tensor and of all, the same in any format")
-        option("--values", action="store_true", help="count NaN and infinite numbers in each tensor")
-        option("--write", metavar="M.json", help="write the hashes to a manifest")
-        option("--against", metavar="M.json", help="compare with a manifest; without FILE, verify all files in it")
-        option("--force", action="store_true", help="let --write replace an existing manifest")
 
 
 def run_convert(arguments: Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic, sleep, time
@@ -22,27 +22,6 @@ _PATIENCE = 1.0  # seconds after which a terminal shows what takes so long
 _LONG_PATIENCE = 5.0  # the same if stderr is not a terminal
 _LONGEST_REPORT = 1 << 26
 _LONGEST = 1 << 30  # of all reports in one stream
-
-
-def add_options(_: str, option: Callable[..., object]) -> None:
-    """Declare the options of ``doctor``."""
-    option("--verbose", action="store_true", help="also show all facts, and where each came from")
-    option("--require", choices=("cuda",), help="exit with 1 unless CUDA is usable")
-    option("--python", metavar="PATH", help="examine the environment of another interpreter")
-    option("--no-torch", action="store_true", help="do not run torch, only look at its files")
-    option("--timeout", metavar="SECONDS", type=_seconds, help="time limit for torch, or for all of --gather")
-    option("--from", dest="saved", metavar="FILE", help="diagnose from a report saved with --json; - is stdin")
-    option("--no-redact", action="store_true", help="keep names, home folders, hosts and GPU ids")
-    option("--compare", metavar="FILE", nargs="+", help="compare reports saved with --json; - is stdin")
-    option("--gather", metavar="DIR", nargs="?", const="", help="compare the machines of all ranks of this job")
-    option("--explain", metavar="CODE", help="explain one cause in full, such as U04")
-
-
-def _seconds(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise ArgumentTypeError("expected a number of seconds above 0")
 
 
 def run_doctor(arguments: Namespace) -> int:

@@ -13,7 +13,6 @@ TYPE_CHECKING = False  # importing typing takes longer than everything else in -
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
     from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
     from typing import Any, BinaryIO, NoReturn
 
     from transload.checkpoint import Checkpoint
@@ -32,11 +31,11 @@ COMMANDS: dict[str, str] = {
     "run": "run a Python program unchanged on the devices of this machine",
     "verify": "check that every byte of a checkpoint is as it was saved",
 }
-"""Each command and its line of help. ``help.md`` has the examples and the exit codes that the help shows.
+"""Each command and its line of help. ``help.md`` has the options, and the rest of what the help shows.
 
-Commands are in ``commands`` and ``doctor``, and here if they must start quickly: ``add_options(command, option)``
-declares the options of a command, and ``run_x(arguments)`` returns the exit code of the command ``x``, or a function
-that runs a program and returns its exit code. Only the module of the requested command is imported.
+Commands are in ``commands`` and ``doctor``, and here if they must start quickly: ``run_x(arguments)`` returns the exit
+code of the command ``x``, or a function that runs a program and returns its exit code. Only the module of the requested
+command is imported.
 """
 
 _USAGE = "usage: transload COMMAND [options]"
@@ -119,8 +118,10 @@ def _dispatch(argv: list[str]) -> Outcome:
     # With an optional DST, options between SRC and DST need this.
     intermixed = command in ("convert", "rescue")
     arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
+    name = {"inspect": "main", "doctor": "doctor", "run": "main"}.get(command, "commands")
+    module = __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
     try:
-        code: Outcome = getattr(_module_of(command), f"run_{command}")(arguments)
+        code: Outcome = getattr(module, f"run_{command}")(arguments)
     except Exception as error:
         from transload.errors import TransloadError
 
@@ -133,11 +134,6 @@ def _dispatch(argv: list[str]) -> Outcome:
             write_json([error_to_dict(path, error)])
         raise
     return code
-
-
-def _module_of(command: str) -> ModuleType:
-    name = {"inspect": "main", "doctor": "doctor", "run": "main"}.get(command, "commands")
-    return __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
 
 
 def _help(section: str) -> str:
@@ -167,38 +163,43 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
                 message += f"; did you mean {near[0]}?"
             super().error(message)
 
-    line = COMMANDS[command]
+    does = COMMANDS[command]
+    options, _, epilog = _help(command).partition("\n\n")
     parser = Parser(
         prog=f"transload {command}",
-        description=line[0].upper() + line[1:] + ".",
-        epilog=_help(command),
+        description=does[0].upper() + does[1:] + ".",
+        epilog=epilog,
         # Without a width the formatter imports shutil to ask for it, and with that every compression module.
         formatter_class=partial(RawDescriptionHelpFormatter, width=80),
         allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
     )
-    _module_of(command).add_options(command, parser.add_argument)
+    for line in filter(None, options.split("\n")):
+        call, _, text = line.removeprefix("- `").partition("`: ")
+        parts = call.split()
+        settings: dict[str, Any] = dict(part.split("=", 1) for part in parts if "=" in part)
+        if "choices" in settings:
+            settings["choices"] = settings["choices"].split(",")
+        elif settings.get("action") == "append":
+            settings["default"] = []
+        elif call.startswith("-") and "metavar" not in settings:
+            settings.setdefault("action", "store_true")
+        if settings.get("type") == "seconds":
+            settings["type"] = _seconds
+        parser.add_argument(*(part for part in parts if "=" not in part), **settings, help=text)
     if command != "run":  # it prints no result
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
         parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
     return parser
 
 
-def add_options(command: str, option: Callable[..., object]) -> None:
-    """Declare the options of ``inspect`` and ``run``."""
-    if command == "inspect":
-        option("paths", nargs="+", metavar="FILE", help="a checkpoint file, or the directory of one; - is stdin")
-        option("--tensors", action="store_true", help="list every tensor, one per line")
-        option("--globals", action="store_true", help="list every class and function the file asks for")
-        option("--tree", action="store_true", help="show the whole structure of the saved object")
-        option("--verify", action="store_true", help="read every byte and compare the checksums")
-        return
-    from argparse import PARSER
+def _seconds(text: str) -> float:
+    from argparse import ArgumentTypeError
+    from contextlib import suppress
 
-    option("-m", dest="module", action="store_true", help="SCRIPT is the name of a module or a package")
-    option("--device", metavar="D", default="auto", help="the device to use in place of missing ones")
-    option("--pretend-cuda", action="store_true", help="make torch.cuda.is_available() True on the CPU")
-    option("--quiet", action="store_true", help="do not list the changes at the end")
-    option("words", metavar="SCRIPT", nargs=PARSER, help="a Python program (- is stdin) and its arguments")
+    with suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise ArgumentTypeError("expected a number of seconds above 0")
 
 
 def run_run(arguments: Namespace) -> Callable[[], int]:
