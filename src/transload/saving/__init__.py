@@ -34,6 +34,7 @@ from transload.formats.torch_legacy import write_legacy
 from transload.formats.torch_zip import RECORD as ORIGIN_RECORD
 from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, Sink, opening_records, write_checkpoint
+from transload.frozen import NamedTuple
 from transload.io import gc_paused
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic, refuse_name
 from transload.io.checksums import fastest_crc32
@@ -50,6 +51,20 @@ _MAX_ALIGNMENT = 1 << 16  # the length of the padding is a 16-bit number
 _NO_NEW_FILES = (EACCES, EPERM, EBUSY, EROFS)  # errors of a directory that cannot have a new file
 
 Origin = bool | Mapping[str, Any]
+
+
+class _Options(NamedTuple):
+    """The arguments of ``save`` besides the object and the file, in that order."""
+
+    module: Any
+    protocol: int | None
+    zipped: bool
+    without_byteorder: bool
+    device: str
+    origin: Origin
+    compact: bool
+    atomic: bool
+    progress: Progress
 
 
 def save(
@@ -85,18 +100,16 @@ def save(
     >>> import transload
     >>> transload.save({"model": model.state_dict()}, "model.pt")  # doctest: +SKIP
     """
+    of_torch = pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record
     path = _path(f)
     background.wait_for_target(path or f)
     if getattr(getattr(sys.modules.get("torch.serialization"), "_serialization_tls", None), "skip_data", False):
         from torch.serialization import save as torch_save  # only torch writes records without contents
 
-        options = pickle_module or pickle, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record
-        torch_save(obj, f, *options)
+        torch_save(obj, f, pickle_module or pickle, *of_torch[1:])
         return
-    form = not _use_new_zipfile_serialization, not _disable_byteorder_record
     with gc_paused(user_objects=True):
-        prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
-        prepared.write()
+        _Save(obj, f, path, _Options(*of_torch, device, origin, compact, atomic, progress)).write()
 
 
 def save_async(
@@ -125,8 +138,8 @@ def save_async(
     path = _path(f)
     background.raise_unseen()
     background.make_room()
-    form = not _use_new_zipfile_serialization, not _disable_byteorder_record
-    prepared = _Save(obj, f, path, pickle_module, pickle_protocol, device, origin, compact, atomic, progress, *form)
+    of_torch = pickle_module, pickle_protocol, _use_new_zipfile_serialization, _disable_byteorder_record
+    prepared = _Save(obj, f, path, _Options(*of_torch, device, origin, compact, atomic, progress))
     if path is not None:
         # The working directory may change meanwhile. Path.absolute() would drop the slash at the end of a directory.
         prepared.path = os.path.join(os.getcwd(), path)
@@ -153,33 +166,20 @@ class _Save:
     Warns of a file name that torch misinterprets, and of bytes that no tensor uses.
     """
 
-    def __init__(
-        self,
-        obj: Any,
-        f: Any,
-        path: str | None,
-        module: Any,
-        protocol: int | None,
-        device: str,
-        origin: Origin,
-        compact: bool,
-        atomic: bool,
-        progress: Progress,
-        legacy: bool,
-        byteorder: bool,
-    ) -> None:
-        if device not in ("cpu", "keep"):
-            what = f"device must be 'cpu' or 'keep', not {device!r}"
+    def __init__(self, obj: Any, f: Any, path: str | None, options: _Options) -> None:
+        protocol, compact, legacy = options.protocol, options.compact, not options.zipped
+        if options.device not in ("cpu", "keep"):
+            what = f"device must be 'cpu' or 'keep', not {options.device!r}"
             raise UsageError(what, fix="To write other tags, use transload.retag afterwards.")
         if protocol is None or protocol == -1:  # as pickle interprets them
             protocol = pickle.DEFAULT_PROTOCOL if protocol is None else pickle.HIGHEST_PROTOCOL
         elif protocol not in range(2, pickle.HIGHEST_PROTOCOL + 1):  # 2 is the first with binary persistent ids
             what = f"pickle_protocol={protocol!r}: it must be a number from 2 to {pickle.HIGHEST_PROTOCOL}"
             raise UsageError(what, fix="2 is what torch.load reads with weights_only=True.")
-        if module is not None and not callable(getattr(module, "Pickler", None)):
-            raise UsageError(f"pickle_module={module!r:.80} has no Pickler", fix="Give a module like pickle.")
-        if progress is not None and not isinstance(progress, bool) and not callable(progress):
-            raise UsageError(f"progress={progress!r:.80}: it must be True, or a function of two numbers")
+        if options.module is not None and not callable(getattr(options.module, "Pickler", None)):
+            raise UsageError(f"pickle_module={options.module!r:.80} has no Pickler", fix="Give a module like pickle.")
+        if options.progress is not None and not isinstance(options.progress, bool) and not callable(options.progress):
+            raise UsageError(f"progress={options.progress!r:.80}: it must be True, or a function of two numbers")
         try:
             import torch  # from here on it is needed
         except ImportError as error:
@@ -187,9 +187,7 @@ class _Save:
         if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
             what = "torch.serialization.skip_data() is active"
             raise SaveError(what, fix="Use save for a file without contents.")
-        self.file, self.path, self.atomic, self.progress = f, path, atomic, progress
-        self.legacy_protocol = int(protocol) if legacy else None
-        self.byteorder = byteorder  # whether to write the record of this name
+        self.file, self.path, self.options, self.protocol = f, path, options, int(protocol)
         self.copies: list[NewRecord] | None = None  # copies of the storages, to write instead
         alignment: Any = ALIGNMENT
         with suppress(ImportError, AttributeError):  # before torch 2.7
@@ -202,11 +200,11 @@ class _Save:
             raise SaveError(f"{what}: it must be a number from 1 to {_MAX_ALIGNMENT}", fix=fix)
         self.alignment = int(alignment)
         with gc_paused(user_objects=True):
-            self.data, self.storages = pickled(
-                obj, module, int(protocol), portable=device == "cpu", compact=compact, legacy=legacy
-            )
+            how = {"portable": options.device == "cpu", "compact": compact, "legacy": legacy}
+            self.data, self.storages = pickled(obj, options.module, self.protocol, **how)
             bloat = "" if compact else bloat_warning(obj, self.storages)
-            self.origin = b"" if legacy or origin in (False, None) else _origin_of(origin, self.storages)
+            unrecorded = legacy or options.origin in (False, None)
+            self.origin = b"" if unrecorded else _origin_of(options.origin, self.storages)
             self.numels = [stored.numel for stored in self.storages]
             self.nbytes = sum(stored.nbytes for stored in self.storages)
         if path and path.lower().endswith(".safetensors"):
@@ -222,7 +220,7 @@ class _Save:
             if callable(getattr(self.file, "flush", None)):
                 self.file.flush()
             return
-        whole = self.atomic and is_atomic(self.path)
+        whole = self.options.atomic and is_atomic(self.path)
         try:
             with (AtomicFile if whole else InPlaceFile)(self.path) as file:
                 self._write_into(file)
@@ -238,12 +236,13 @@ class _Save:
             for fetcher in fetchers.values():
                 cleanup.callback(fetcher.stream.synchronize)  # wait for all copies
             records = records_of(self.storages, fetchers) if self.copies is None else self.copies
-            if self.legacy_protocol is not None:
-                report_progress = progress_counter(self.progress, self.nbytes, "saving")
-                write_legacy(sink, self.data, self.legacy_protocol, self.numels, records, report_progress)
+            progress = self.options.progress
+            if not self.options.zipped:
+                report_progress = progress_counter(progress, self.nbytes, "saving")
+                write_legacy(sink, self.data, self.protocol, self.numels, records, report_progress)
                 return
             opening = opening_records(self.data, self.alignment, sys.byteorder)
-            if not self.byteorder:
+            if self.options.without_byteorder:
                 opening = [record for record in opening if record[0] != b"byteorder"]
             total = self.nbytes + sum(size for _, size, _ in opening)
             write_checkpoint(
@@ -253,7 +252,7 @@ class _Save:
                 self.nbytes,
                 origin=(ORIGIN_RECORD.encode(), len(self.origin), self.origin) if self.origin else None,
                 alignment=self.alignment,
-                report_progress=progress_counter(self.progress, total, "saving"),
+                report_progress=progress_counter(progress, total, "saving"),
             )
 
 
