@@ -91,9 +91,9 @@ def has_command(fix: Iterable[str]) -> bool:
 # -- Markdown: sections with a heading, and lists of steps
 
 
-def sections(page: str) -> Iterator[tuple[str, str]]:
-    """The heading and the text of each section of a page."""
-    return ((heading, text) for heading, _, text in (part.partition("\n") for part in page.split("\n## ")[1:]))
+def sections(page: str, mark: str = "## ") -> Iterator[tuple[str, str]]:
+    """The heading and the text of each section of a page; ``mark`` is what a heading begins with."""
+    return ((heading, text) for heading, _, text in (part.partition("\n") for part in page.split(f"\n{mark}")[1:]))
 
 
 def listed(block: str) -> list[Step]:

@@ -382,7 +382,7 @@ def test_short_wording_in_a_log_needs_its_module_nearby() -> None:
 
 def test_every_wording_contains_a_hint_of_its_page() -> None:
     def check(page: Page) -> None:
-        for wording in parsed(page.text).says:
+        for wording in parsed(page).says:
             shown = wording.shown.replace("…", "7")
             assert any(hint in shown for hint in page.hints)
 

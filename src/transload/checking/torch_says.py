@@ -26,6 +26,7 @@ from transload.io.sources import is_folder, open_source
 from transload.judge.names import TORCH_DEFAULT, tables, torch_spelling
 from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.nodes import Pickle, short
+from transload.steps import sections
 
 Version = tuple[int, ...]
 _OLDEST, _NEWEST = (2, 1), (2, 15)  # the releases whose messages are known
@@ -98,11 +99,10 @@ def torch_says(checkpoint: Checkpoint, torch: InstalledTorch) -> Prediction:
 def _texts() -> dict[str, list[tuple[Version, str]]]:
     """The messages by name, each with the first release that has it; fragments of messages have no release."""
     out: dict[str, list[tuple[Version, str]]] = {}
-    for section in packaged(__package__, "torch_words.md").split("\n## ")[1:]:
-        name, *body = section.split()
-        since = numbers_of(body.pop(0)) if body[0][0].isdigit() else ()
-        words = " ".join(body).replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\e", "\033")
-        out.setdefault(name, []).append((since, words))
+    for heading, text in sections(packaged(__package__, "torch_words.md")):
+        name, _, release = heading.partition(" ")
+        words = " ".join(text.split()).replace(r"\n", "\n").replace(r"\t", "\t").replace(r"\e", "\033")
+        out.setdefault(name, []).append((numbers_of(release), words))
     return out
 
 

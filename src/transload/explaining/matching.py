@@ -39,7 +39,7 @@ from transload.explaining.hooks import WITHOUT_BLANKS
 from transload.explaining.logs import ErrorChain, FlatText, Line, RaisedError
 from transload.findings import packaged
 from transload.frozen import NamedTuple, Plain
-from transload.steps import listed
+from transload.steps import listed, sections
 
 _SUBJECTS = (
     *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
@@ -160,9 +160,10 @@ class Page(NamedTuple):
     """
 
     subject: str
+    code: str
     text: str
-    says: list[str]
-    hints: list[str]
+    says: tuple[str, ...]
+    hints: tuple[str, ...]
 
 
 _SAID = re.compile("\n    (?:says|line|cuda): (.+)")
@@ -172,10 +173,10 @@ _SAID = re.compile("\n    (?:says|line|cuda): (.+)")
 def _pages() -> tuple[Page, ...]:
     out: list[Page] = []
     for name in _SUBJECTS:
-        title, *texts = packaged(__package__, f"pages/{name}.md").split("\n## ")
-        for text in texts:
-            wordings = _SAID.findall(text)
-            out.append(Page(title.removeprefix("# ").strip(), text, wordings, [*map(_hint, wordings)]))
+        file = packaged(__package__, f"pages/{name}.md")
+        for code, text in sections(file):
+            says = tuple(_SAID.findall(text))
+            out.append(Page(file.partition("\n")[0].removeprefix("# "), code, text, says, tuple(map(_hint, says))))
     return tuple(out)
 
 
@@ -189,10 +190,10 @@ def _hint(wording: str) -> str:
 
 
 @cache
-def _parsed(text: str) -> KnownError:
+def _parsed(page: Page) -> KnownError:
     """Parse a page with its sections."""
-    main, *others = map(_section, text.split("\n### "))
-    return KnownError(**main, sections=tuple((fields.pop("code"), fields) for fields in others))
+    variants = tuple((name, _fields(text)) for name, text in sections(page.text, "### "))
+    return KnownError(page.code, **_fields(page.text.partition("\n### ")[0]), sections=variants)
 
 
 @cache
@@ -212,7 +213,7 @@ def _index() -> tuple[dict[str, list[tuple[int, str]]], list[tuple[str, int, str
 def mentioned(text: str, *, indexed: bool = False) -> Iterator[KnownError]:
     """The known errors that may have a wording in a text, in order. For many or long texts, an index is faster."""
     if not indexed and len(text) <= _LONG:
-        yield from (_parsed(page.text) for page in _pages() if any(hint in text for hint in page.hints))
+        yield from (_parsed(page) for page in _pages() if any(hint in text for hint in page.hints))
         return
     by_word, others = _index()
     # Most lines of a log differ only in their numbers.
@@ -223,7 +224,7 @@ def mentioned(text: str, *, indexed: bool = False) -> Iterator[KnownError]:
     candidates |= {(number, hint) for letters, number, hint in others if letters in joined}
     text = text.replace("\n", " ")
     for number in sorted({number for number, hint in candidates if hint in text}):
-        yield _parsed(_pages()[number].text)
+        yield _parsed(_pages()[number])
 
 
 _NO_NUMBERS = bytes(48 if 48 <= code < 58 else code for code in range(256))
@@ -237,25 +238,23 @@ def is_quiet(text: str) -> bool:
 
 def known_errors() -> Iterator[tuple[str, KnownError]]:
     """Every known error with its subject, in order."""
-    return ((page.subject, _parsed(page.text)) for page in _pages())
+    return ((page.subject, _parsed(page)) for page in _pages())
 
 
 def variant(name: str) -> dict[str, Any]:
     """The fields of a known error that a ``###`` section replaces."""
-    start = f"{name.partition('/')[0]}\n"
-    pages = (page.text for page in _pages() if page.text.startswith(start))
-    return next(fields for text in pages for section, fields in _parsed(text).sections if section == name)
+    page = next(page for page in _pages() if page.code == name.partition("/")[0])
+    return dict(_parsed(page).sections)[name]
 
 
 _LISTS = ("needs", "doctor", "place", "explains", "names")  # fields of several words
 
 
-def _section(text: str) -> dict[str, Any]:
-    """The fields of a section; unknown ones make ``KnownError(...)`` fail."""
-    code, *blocks = text.strip("\n").split("\n\n")
-    fields: dict[str, Any] = {"code": code}
+def _fields(text: str) -> dict[str, Any]:
+    """The fields in the text of a section; unknown ones make ``KnownError(...)`` fail."""
+    fields: dict[str, Any] = {}
     says: list[Wording] = []
-    for block in blocks:
+    for block in text.strip("\n").split("\n\n"):
         if block.startswith("- "):
             fields["fix"] = tuple(line for step in listed(block) for line in step.lines)
             continue
@@ -447,7 +446,7 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
         pattern = re.compile(rf"(?:^{'' if value else '|…: '}){re.escape(begun)}(?!\w)")
         for page, text, lower in _lower_case():
             if begun in lower and pattern.search(lower):
-                error, wording = _parsed(page.text), Wording(text)
+                error, wording = _parsed(page), Wording(text)
                 speaks = len(begun) >= _SPEAKS_FOR_ITSELF or not (error.context or error.place)
                 if speaks and error.hook in ("", *WITHOUT_BLANKS):
                     values = dict.fromkeys(wording.pattern.groupindex, "…")
@@ -464,8 +463,8 @@ def named(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[Error
     word = words[0].strip("[]'\"`.,:;()")
     error = _of_the_doctor(word.upper()) or _of_a_finding(word) or _result_of_cuda(word)
     for page in _pages() if error is None and word else ():
-        if word in page.text:
-            candidate = _parsed(page.text)
+        if word == page.code or word in page.text:
+            candidate = _parsed(page)
             if word in candidate.names or (word == candidate.code and candidate.hook in ("", *WITHOUT_BLANKS)):
                 error = candidate
     if error is None:
@@ -526,7 +525,7 @@ def _only_words(text: str) -> bytes:
 @cache
 def _rows() -> tuple[list[tuple[Page, str, list[bytes]]], dict[bytes, float]]:
     """The page and words of every wording, except internal checks of libraries; and the weight of each word."""
-    rows = [(page, wording) for page in _pages() if "-internal\n" not in page.text[:40] for wording in page.says]
+    rows = [(page, wording) for page in _pages() if not page.code.endswith("-internal") for wording in page.says]
     lines = _only_words(re.sub(r"\{[a-z:]+\}", "", "\n".join(wording for _, wording in rows)))
     words = [line.split() for line in lines.split(b"\n")]
     counts = Counter(itertools.chain.from_iterable(words)).items()
@@ -561,7 +560,7 @@ def nearest(text: str, most: int = 3) -> tuple[Near, ...]:
         if len(common) >= _FEWEST:
             likeness = fsum(weights[word] for word in common)
             likeness /= fsum(weights[word] for word in {*words} if word in weights)
-            code = page.text.partition("\n")[0]
+            code = page.code
             if likeness > (similar[code].likeness if code in similar else _LEAST):
                 similar[code] = Near(code, Wording(message).shown, round(likeness, 2))
     near |= {other.code: other for other in sorted(similar.values(), key=lambda other: -other.likeness)}
