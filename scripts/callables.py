@@ -335,10 +335,11 @@ def main() -> int:
     results = list(callables(roots))
 
     sys.path.insert(0, str(ROOT / "src"))
+    from transload import steps
     from transload.judge import names
 
     if not check:
-        written = names.tables("callables")
+        written = steps.tables("transload.judge", "callables")
         table = {
             kind: {item: {word for word, why in written[item].items() if why == description} for item in PACKAGES}
             for kind, description in KINDS.items()
@@ -350,7 +351,7 @@ def main() -> int:
                     table[kind][package_of(item.module)].add(last)
         numpy, torch = (sys.modules[name].__version__ for name in ("numpy", "torch"))
         write(table, f"Python {sys.version.partition(' ')[0]}, torch {torch} and numpy {numpy}")
-        names.tables.cache_clear()
+        steps.tables.cache_clear()
     counts = Counter((package_of(item.module), item.kind) for item in results)
     verdicts: Counter[tuple[str, str, str]] = Counter()
     wrong = []

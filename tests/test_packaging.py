@@ -126,7 +126,6 @@ NAMED = {
     "checking": {"safetensors"},  # the package
     "converting": {"safetensors"},  # what has shards
     "explaining": {"sharded"},  # a page
-    "judge": {"deepspeed"},  # the package
     "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
     "opening": {"sharded"},  # a kind of tensor
     "writing": {"safetensors", "npz", "npy", "gguf", "sharded", "dcp"},  # what convert writes, or not; a kind of tensor

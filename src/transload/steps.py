@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Literal
 
+from transload.findings import packaged
 from transload.frozen import NamedTuple
 
 Kind = Literal["sentence", "command", "root", "host", "copy", "python", "title"]
@@ -88,12 +90,22 @@ def has_command(fix: Iterable[str]) -> bool:
     return any(step_of(line).kind == "command" for line in fix)
 
 
-# -- Markdown: sections with a heading, and lists of steps
+# -- Markdown: sections with a heading, rows about names, and lists of steps
 
 
 def sections(page: str, mark: str = "## ") -> Iterator[tuple[str, str]]:
     """The heading and the text of each section of a page; ``mark`` is what a heading begins with."""
     return ((heading, text) for heading, _, text in (part.partition("\n") for part in page.split(f"\n{mark}")[1:]))
+
+
+@cache
+def tables(package: str, page: str) -> dict[str, dict[str, str]]:
+    """The lists in the sections of a page of a package: for each name in them, what its row says about it."""
+    out: dict[str, dict[str, str]] = {}
+    for title, section in sections(packaged(package, f"{page}.md")):
+        rows = (row.rpartition(":") for row in section.split("\n- ")[1:])
+        out[title] = {name: text for text, _, names in rows for name in names.split()}
+    return out
 
 
 def listed(block: str) -> list[Step]:

@@ -21,8 +21,8 @@ from tests.release import RELEASE
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
 from transload.formats.rebuild_facts import RebuildReader
-from transload.judge.names import TORCH_DEFAULT
-from transload.judge.safety import _REBUILDS, _SHADOWED, check_call, judge_pickles
+from transload.judge.names import SHADOWED, TORCH_DEFAULT
+from transload.judge.safety import _REBUILDS, check_call, judge_pickles
 from transload.nodes import REBUILDS, Call, Dict, Global
 
 
@@ -294,4 +294,4 @@ def test_table_of_rebuild_functions_matches_torchs_signatures() -> None:
 def test_attributes_that_must_not_be_shadowed_exist_on_tensors() -> None:
     tensor = torch.ones(1)
     optional = {"_grad", "_post_accumulate_grad_hooks", "_backward_hooks"}
-    assert [attribute for attribute in _SHADOWED - optional if not hasattr(tensor, attribute)] == []
+    assert [attribute for attribute in SHADOWED - optional if not hasattr(tensor, attribute)] == []

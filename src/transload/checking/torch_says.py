@@ -23,15 +23,16 @@ from transload.findings import packaged
 from transload.formats.rare_opcodes import REFUSED, WEIGHTS_ONLY
 from transload.frozen import Frozen, Plain, replace
 from transload.io.sources import is_folder, open_source
-from transload.judge.names import TORCH_DEFAULT, tables, torch_spelling
+from transload.judge.names import TORCH_DEFAULT, torch_spelling
 from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.nodes import Pickle, short
-from transload.steps import sections
+from transload.steps import sections, tables
 
 Version = tuple[int, ...]
 _OLDEST, _NEWEST = (2, 1), (2, 15)  # the releases whose messages are known
 _LISTED = (2, 13)  # the release whose names ``TORCH_DEFAULT`` lists
-_VARYING, _DTENSOR = (tables("names")[title].keys() for title in ("not in every release", "distributed tensors"))
+_NAMES = tables("transload.judge", "names")
+_VARYING, _DTENSOR = _NAMES["not in every release"].keys(), _NAMES["distributed tensors"].keys()
 # A name that ``torch._dynamo`` allows when it is imported; from 2.15 on it is not special.
 _DIM_RANGE = "torch._dynamo.decorators._DimRange"
 # Before 2.11 torch accepted a tag that only begins like a device.

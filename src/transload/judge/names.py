@@ -14,24 +14,11 @@ from __future__ import annotations
 
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from functools import cache
 
-from transload.findings import packaged
 from transload.nodes import PURPOSES
-from transload.steps import sections
+from transload.steps import tables
 
-
-@cache
-def tables(page: str) -> dict[str, dict[str, str]]:
-    """The sections of a page of this package: for each name in them, what its row says about it."""
-    out: dict[str, dict[str, str]] = {}
-    for title, section in sections(packaged(__package__, f"{page}.md")):
-        rows = (row.rpartition(":") for row in section.split("\n- ")[1:])
-        out[title] = {name: text for text, _, names in rows for name in names.split()}
-    return out
-
-
-_TABLES = tables("names")
+_TABLES = tables(__package__, "names")
 _DATA = {".".join(key): text for key, text in PURPOSES.items()} | _TABLES["data"]
 TORCH_DEFAULT = frozenset(_DATA)
 PLAIN_VALUES = _TABLES["plain values"]
@@ -42,6 +29,9 @@ ALSO_DATA = frozenset(_TABLES["also data"])
 
 RECORDS = _TABLES["records"]
 """Classes that only hold values."""
+
+SHADOWED = _TABLES["tensor attributes"].keys()
+"""Attributes of a tensor that loading code uses, and that attributes from the file would shadow."""
 
 _HARMLESS = PLAIN_VALUES | _TABLES["harmless"] | RECORDS
 _LIBRARIES = _TABLES["libraries"] | _TABLES["model libraries"]
@@ -160,7 +150,7 @@ def _is_part(module: str, name: str) -> bool:
 def _dangerous_component(module: str, last: str) -> str:
     """Why a name of the standard library, torch or numpy with this last component is dangerous; empty if it is not."""
     package = module.partition(".")[0]
-    return tables("callables")[package if package in ("torch", "numpy") else "stdlib"].get(last, "")
+    return tables(__package__, "callables")[package if package in ("torch", "numpy") else "stdlib"].get(last, "")
 
 
 def is_dangerous(module: str, name: str) -> str:

@@ -49,15 +49,6 @@ _TENSOR_CLASSES = frozenset(name for name in names.TORCH_DEFAULT if name.endswit
 _LAYOUTS = ("torch.strided", *(f"torch.sparse_{kind}" for kind in ("coo", "csr", "csc", "bsr", "bsc")))
 _REBUILDS = {name: REBUILDS[name] for name in names.TORCH_DEFAULT & REBUILDS.keys() if name.startswith("torch._utils.")}
 
-# Attributes of a tensor that loading code uses, and that attributes from the file would shadow.
-_SHADOWED = {
-    *("_backward_hooks", "_post_accumulate_grad_hooks", "_base", "_grad", "_version", "clone", "copy_", "cpu"),
-    *("cuda", "data", "detach", "device", "dim", "dtype", "grad", "grad_fn", "is_cuda", "is_leaf", "is_meta"),
-    *("item", "layout", "nbytes", "numel", "numpy", "register_hook", "requires_grad", "requires_grad_"),
-    *("retain_grad", "set_", "shape", "size", "storage", "storage_offset", "stride", "to", "tolist", "type"),
-    *("untyped_storage", "view"),
-}
-
 
 def check_call(name: str, call: Call) -> Complaint:
     r"""What is wrong with a call of an allowed name, if anything.
@@ -197,7 +188,7 @@ def _check_attributes(state: object) -> Complaint:
             return "unknown", "a tensor is given an attribute without a name"
         if key.startswith("__"):
             return "dangerous", f"a tensor is given the attribute {key[:60]}"
-        if key in _SHADOWED:
+        if key in names.SHADOWED:
             return "needs-trust", f"the file overwrites a tensor's attribute `{key}`"
     if not all(type(part) is Dict or part is None for part in parts):
         return "needs-trust", "a tensor is given a state that names no attributes"

@@ -1,7 +1,8 @@
 """Which torch releases can have written a file, and what torch.load does with it.
 
 torch does not record its version in a checkpoint (pytorch/pytorch#44295 has asked for it since 2020), but changes of
-the writer leave traces. Every clue narrows a range of releases, and is listed as evidence.
+the writer leave traces. Every clue narrows a range of releases, and is listed as evidence. The tables are in
+``releases.md``.
 """
 
 from __future__ import annotations
@@ -12,37 +13,13 @@ from collections.abc import Iterable
 from transload.checkpoint import Checkpoint, Origin
 from transload.findings import Safety, rescue_command
 from transload.nodes import Call, Dict, Global
+from transload.steps import tables
 
 # A trace of the writer: the first and last release that leave it, and what it is. An empty bound is open.
 _Clue = tuple[str, str, str]
 
-_NAMES: dict[str, _Clue] = {
-    "torch._utils._rebuild_parameter_with_state": ("2.0", "", "parameters with attributes"),
-    "torch._utils._rebuild_tensor_v3": ("2.2", "", "tensors of the newer dtypes"),
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": ("2.6", "", "device tensors kept as CPU tensors"),
-    "torch._utils._rebuild_device_tensor_from_numpy": ("1.10", "2.5", "device tensors kept as numpy arrays"),
-    "torch._utils._rebuild_wrapper_subclass": ("1.12", "", "tensor subclasses that wrap others"),
-    "torch._utils._rebuild_nested_tensor": ("2.2", "", "nested tensors"),
-    "torch._utils._rebuild_meta_tensor_no_storage": ("1.10", "", "meta tensors"),
-    "torch._utils._rebuild_sparse_csr_tensor": ("1.11", "1.13", "sparse CSR tensors, in their old form"),
-    "torch._utils._rebuild_xla_tensor": ("1.3", "1.9", "XLA tensors, in their old form"),
-    "torch._tensor._rebuild_from_type_v2": ("1.10", "", "tensors with attributes"),
-    "torch.tensor._rebuild_from_type": ("1.7", "1.8", "the module name `torch.tensor`"),
-    "torch._tensor._rebuild_from_type": ("1.9", "1.9", "the module name `torch._tensor`"),
-    "torch.storage.UntypedStorage": ("1.13", "", "untyped storages"),
-    "torch.storage._UntypedStorage": ("1.12", "1.12", "untyped storages, by their old name"),
-}
-_VERSION_KEYS = {
-    "pytorch-lightning_version": "lightning",
-    "pytorch_lightning_version": "lightning",
-    "ds_version": "deepspeed",
-    "transformers_version": "transformers",
-    "torch_version": "torch",
-    "pytorch_version": "torch",
-}
+_TABLES = tables(__package__, "releases")
 _MAX_VERSION = 80
-# Problems that may hide records, so that a missing one proves nothing.
-_PARTIAL = frozenset({"zip-count", "zip-directory-broken", "zip-head-lost", "zip-no-directory", "zip-walked"})
 
 
 def origin(checkpoint: Checkpoint) -> Origin:
@@ -52,8 +29,8 @@ def origin(checkpoint: Checkpoint) -> Origin:
         root = pickle.root
         items = root.items if type(root) is Dict else root.items or [] if type(root) is Call else []
         for key, value in zip(items[::2], items[1::2], strict=False):
-            if type(key) is str and key in _VERSION_KEYS and type(value) is str:
-                recorded[_VERSION_KEYS[key]] = value[:_MAX_VERSION]
+            if type(key) is str and key in _TABLES["version keys"] and type(value) is str:
+                recorded[_TABLES["version keys"][key]] = value[:_MAX_VERSION]
         versioned = any(name == "TorchVersion" for _, name in pickle.globals)
         for call in pickle.calls if versioned else ():
             match call:
@@ -61,7 +38,11 @@ def origin(checkpoint: Checkpoint) -> Origin:
                     recorded["torch"] = version[:_MAX_VERSION]
     form = checkpoint.traits
     names = {f"{module}.{name}" for pickle in checkpoint.pickles for module, name in pickle.globals}
-    clues = [*_container(checkpoint), *(clue for name, clue in _NAMES.items() if name in names)]
+    clues = [*_container(checkpoint)]
+    for name, row in _TABLES["written"].items():
+        if name in names:
+            first, last, text = row.replace("…", "").split(" ", 2)
+            clues.append((first, last, text))
     release = ".".join(dict(checkpoint.written_by.recorded).get("torch", "").partition("+")[0].split(".")[:2])
     if re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}", release) and form.container == "zip":
         clues = [(release, release, "transload recorded it")]
@@ -88,7 +69,7 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
     """The clues in the container."""
     form = checkpoint.traits
     names = [record.name for record in checkpoint.records]
-    partial = any(problem.code in _PARTIAL for problem in checkpoint.problems)
+    partial = any(problem.code in _TABLES["records may be hidden"] for problem in checkpoint.problems)
     byteorder = "byteorder" in names
     signed = byteorder or ".data/serialization_id" in names
     if form.container == "tar":
@@ -138,17 +119,6 @@ def _container(checkpoint: Checkpoint) -> Iterable[_Clue]:
 
 # -- what plain torch.load(path) will do, in a sentence or two
 
-# Problems that torch does not detect, and that make other programs read something else.
-_TWO_READINGS = {
-    *("zip-directory-record", "zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ"),
-    *("zip-nul-name", "zip-odd-name", "zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
-}
-# Problems that torch.load does not detect.
-_UNNOTICED = {
-    *("crc-mismatch", "legacy-trailing-bytes", "legacy-unlisted", "pickle-irregular", "pickle-trailing-bytes"),
-    *("safetensors-duplicate-key", "storage-skipped", "zip-compressed", "zip-crc-differs", "zip-name-case"),
-    *("zip-name-encoding", "zip-one-reader", "zip-trailing-bytes"),
-}
 NESTED = {
     "torch._utils._rebuild_nested_tensor",
     "torch.nested._internal.nested_tensor.NestedTensor",
@@ -177,7 +147,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     """
     unexplained = "fails, with an error that does not say why"
     codes = {problem.code for problem in checkpoint.problems}
-    noticed = codes - _UNNOTICED
+    noticed = codes - _TABLES["unnoticed"].keys()
     unreadable = False
     if noticed:
         from transload.judge.problems import rule_of
@@ -199,7 +169,7 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
         return f"{unexplained}: torch.save did not write it; transload.load reads it{reads}"
     if "\ntensors/" in "\n".join(["", *[storage.record for storage in checkpoint.storages]]):  # testing each is slow
         return "fails: only torch 1.4 and 1.5 read this first form of the zip format"
-    if _TWO_READINGS & codes:
+    if _TABLES["two readings"].keys() & codes:
         return "may load it without a warning, but reads other contents from it than other programs do"
     if any(problem.code == "zip-unreadable-entry" and problem.title for problem in checkpoint.problems):
         return "fails: the archive is protected by a password, which torch does not support"
