@@ -227,6 +227,8 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
 
 def run_inspect(arguments: Namespace) -> int:
     """Inspect all files, show the results, and return the worst exit code."""
+    from stat import S_ISFIFO
+
     from transload.cli.output import for_each
     from transload.opening import inspect
 
@@ -248,7 +250,8 @@ def run_inspect(arguments: Namespace) -> int:
 
     def examine(path: str) -> Checkpoint:
         f: str | BinaryIO = path
-        piped = path.startswith("/dev/fd/") and _is_pipe(path)  # the shell's <(command)
+        # The shell's <(command).
+        piped = path.startswith("/dev/fd/") and os.path.exists(path) and S_ISFIFO(os.stat(path).st_mode)
         if path == "-" or piped:
             import io
 
@@ -268,9 +271,3 @@ def run_inspect(arguments: Namespace) -> int:
         return inspect(f, verify=arguments.verify)
 
     return for_each(arguments, arguments.paths, examine, report, several)[1]
-
-
-def _is_pipe(path: str) -> bool:
-    from stat import S_ISFIFO
-
-    return os.path.exists(path) and S_ISFIFO(os.stat(path).st_mode)

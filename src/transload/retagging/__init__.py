@@ -24,7 +24,7 @@ from transload.format import SAVE_AGAIN
 from transload.formats import read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.frozen import Frozen, Plain, Reported, replace
+from transload.frozen import Plain, Reported, replace
 from transload.io import gc_paused, journal
 from transload.io.atomic import refuse_name
 from transload.io.folder import folder_of
@@ -50,7 +50,7 @@ class TagChange(Plain):
     nbytes: int
 
 
-class Retag(Frozen, Reported):
+class Retag(Plain, Reported):
     """What was done to a file, or would be.
 
     ``method`` is ``none``, ``patch`` (as many bytes as before), ``append`` (a new index at the end of the archive),
@@ -60,16 +60,16 @@ class Retag(Frozen, Reported):
     """
 
     path: str
-    out: str
-    format: str
-    method: str
-    tags: tuple[TagChange, ...]
-    written: int
-    grown: int
-    done: bool
+    out: str = ""
+    format: str = ""
+    method: str = "undo"
+    done: bool = False
     undo: bool = False
+    written: int = 0
+    grown: int = 0
     how: str = ""
     recovered: str = ""
+    tags: tuple[TagChange, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -79,14 +79,7 @@ class Retag(Frozen, Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        names = ("path", "out", "format", "method", "done", "undo", "written", "grown", "how", "recovered")
-        return {
-            "schema": 1,
-            **{name: getattr(self, name) for name in names},
-            "out": self.out or None,
-            "tags": [tag.to_dict() for tag in self.tags],
-            "warnings": list(self.warnings),
-        }
+        return {"schema": 1, **super().to_dict(), "out": self.out or None}
 
     def __str__(self) -> str:
         """The report as the command line gives it."""
@@ -158,11 +151,12 @@ def undo(path: str | os.PathLike[str], *, dry_run: bool = False) -> Retag:
     if recovered == "stale":
         raise journal.stale_journal(path, tried=True)
     if recovered == "restored":
-        return Retag(path, "", "", "undo", (), 0, 0, done=True, recovered=recovered)
+        return Retag(path, done=True, recovered=recovered)
     changes, seen = journal.undo_changes(path)
     if changes.runs and not dry_run:
         journal.apply(path, changes, seen)
-    return Retag(path, "", "", "undo", (), *_amounts(changes), not dry_run, recovered=recovered)
+    written, grown = _amounts(changes)
+    return Retag(path, done=not dry_run, written=written, grown=grown, recovered=recovered)
 
 
 def _amounts(changes: Changes) -> tuple[int, int]:
@@ -302,8 +296,9 @@ def plan_of(source: FileSource, wanted: TagMap, target: str = "") -> tuple[Retag
         warnings.append(f"tensors that name their device themselves stay there: {', '.join(rebuilt[:4])}")
     if checkpoint.safety == "dangerous":
         warnings.append("nothing in it was run, but loading it would run code that can do harm: see transload inspect")
-    done = (source.name, target, checkpoint.format, method, tags, *_amounts(changes))
-    return Retag(*done, done=False, warnings=tuple(warnings)), changes, seen
+    written, grown = _amounts(changes)
+    planned = Retag(source.name, target, checkpoint.format, method, written=written, grown=grown, tags=tags)
+    return replace(planned, warnings=tuple(warnings)), changes, seen
 
 
 def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap, *, copy: bool) -> tuple[str, Changes]:
