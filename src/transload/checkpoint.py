@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from transload.contents import *
-from transload.contents import Contents, Leaf, Part, Record, Storage, Tensor
+from transload.contents import Contents, Leaf, Part, Record, Storage, Tensor, Value
 from transload.findings import Problem, Problems
 from transload.nodes import Pickle
 
@@ -51,6 +51,7 @@ class Draft:
         self.parts: list[Part] = []
         self.facts: list[tuple[str, str]] = []
         self.pickles: list[Pickle] = []
+        self.values: list[Value] = []
 
     def add_tree(
         self,

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal
 
 from transload.dtypes import itemsize
 from transload.findings import Finding, Integrity, Problem, Safety
 from transload.format import Format, format_of
 from transload.frozen import Frozen, NamedTuple, Plain
-from transload.nodes import Pickle
+from transload.nodes import Dict, Pickle, nested
 
 Key = str | int
 """A component of a path: a dictionary key, an attribute name, or an index. Other keys appear as text."""
@@ -212,6 +212,19 @@ class Record(NamedTuple):
     method: int = 0
 
 
+class Value(NamedTuple):
+    """Something in a composed checkpoint that is no tensor of its own: a number, an object, or one that has tensors.
+
+    ``path`` leads to it in the object that ``load`` returns. ``node`` is what a pickle says of it, to be built through
+    the checkpoint ``file``, which ``OpenCheckpoint.part`` gives. ``position`` is the number of tensors before it.
+    """
+
+    path: tuple[Key, ...]
+    node: object
+    file: str
+    position: int = 0
+
+
 Role = Literal["", "member", "index", "beside", "candidate"]
 
 
@@ -291,6 +304,7 @@ class Contents(Frozen):
     written_by: Origin = Origin()
     problems: tuple[Problem, ...] = ()
     pickles: tuple[Pickle, ...] = ()
+    values: tuple[Value, ...] = ()
     index: str = ""
     """The file with the pickle, if it is an archive that was unpacked into a folder."""
     counted: tuple[tuple[str, int], ...] = ()
@@ -367,8 +381,29 @@ class Contents(Frozen):
 
     @property
     def root(self) -> object:
-        """The pickled object, as inert nodes; ``None`` if there is no pickle."""
+        """The pickled object, as inert nodes; ``None`` if there is no pickle.
+
+        In the object that a composed checkpoint forms, ``None`` stands for each tensor.
+        """
+        if self.traits.composed:
+            nodes = {value.path: value.node for value in self.values}
+            return nested(((path, nodes.get(path)) for path in self.places), Dict.of)
         return next((pickle.root for pickle in self.pickles if pickle.main), None)
+
+    @property
+    def places(self) -> tuple[tuple[Key, ...], ...]:
+        """The paths of the tensors and values that a composed checkpoint consists of, in order.
+
+        Tensors inside a value are left out.
+        """
+        values = {value.path: value.position for value in self.values}
+        tensors = [
+            (tensor.path, position)
+            for position, tensor in enumerate(self.tensors)
+            if not any(tensor.path[:length] in values for length in range(len(tensor.path) + 1))
+        ]
+        ordered = sorted([*values.items(), *tensors], key=itemgetter(1))  # values first, where positions are equal
+        return tuple([path for path, _ in ordered])
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of that name; ``KeyError`` with similar names if there is none."""

@@ -21,7 +21,7 @@ class Format(NamedTuple):
     names, except that the tensor of a ``nameless`` one has none. ``tagged`` is whether tensors are tagged with devices,
     ``mapped`` whether torch could map the file. A ``program`` has code; ``runs`` is the module of torch that loads it,
     if ``load`` does that with a trusted file. ``several`` files make up one checkpoint: those of ``ranks``, or shards;
-    ``flattened`` is whether its names are the keys of nested dictionaries, joined by dots.
+    ``composed`` is whether they form one object, of tensors and ``Contents.values``.
 
     ``rescued`` and ``extracted`` are whether ``rescue`` accepts it, and whether to advise ``convert`` if its pickle
     needs trust. ``suffix`` is that of its files, ``metadata`` what the header has besides tensors.
@@ -43,7 +43,7 @@ class Format(NamedTuple):
     runs: Literal["", "torch.jit", "torch.export"] = ""
     several: bool = False
     ranks: bool = False
-    flattened: bool = False
+    composed: bool = False
     rescued: bool = False
     extracted: bool = False
     suffix: str = ".pt"
@@ -159,11 +159,9 @@ _ALL = (
     _several(
         "dcp",
         "torch.distributed.checkpoint directory",
-        flattened=True,
-        torch_load="fails on a directory: use torch.distributed.checkpoint.load, or convert it to a file: transload "
-        "convert DIR NEW.pt, or python -m torch.distributed.checkpoint.format_utils dcp_to_torch DIR OUT",
-        instead="Convert it to a file first: transload convert DIR NEW.pt; transload.open and load_into read it as it "
-        "is.",
+        composed=True,
+        torch_load="fails on a directory: use transload.load or torch.distributed.checkpoint.load, or convert it to a "
+        "file: transload convert DIR NEW.pt",
         retag=("torch.distributed.checkpoint names no device to load to", "There is nothing to change."),
     ),
     _several(

@@ -7,7 +7,7 @@ only to themselves. The graph may share nodes and contain cycles: everything tha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -114,6 +114,11 @@ class Dict:
         """``(key, value)`` in order."""
         return list(zip(self.items[::2], self.items[1::2], strict=False))
 
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[object, object]]) -> Dict:
+        """A dictionary of keys and values."""
+        return cls([part for pair in pairs for part in pair])
+
     def get(self, key: str) -> object:
         """The value of a string key (the last one, as in a real dictionary), or ``None``."""
         for index in range(len(self.items) // 2 * 2 - 2, -1, -2):
@@ -168,6 +173,47 @@ class OutOfBand:
     """An out-of-band buffer of protocol 5; no checkpoint has one."""
 
     __slots__ = ()
+
+
+_MAX_HOLES = 1_000_000  # a hostile file can give every list an index of 2**62
+
+
+class _Branch(dict[Any, Any]):
+    """Entries at a level of ``nested``."""
+
+
+def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]], mapping: Callable[..., Any] = dict) -> Any:
+    """The dictionaries and lists of an object, from what is in it, by path; ``mapping`` makes the dictionaries.
+
+    Where all keys are integers they are the indices of a list; ``None`` is at those that are missing.
+
+    >>> nested([(("a", 0), 1), (("a", 2), 3), (("b", "c"), 4)])
+    {'a': [1, None, 3], 'b': {'c': 4}}
+    """
+    root: Any = _Branch()
+    for path, leaf in leaves:
+        if not path:
+            return leaf
+        here = root
+        for step in path[:-1]:
+            inner = here.get(step)
+            if type(inner) is not _Branch:
+                inner = here[step] = _Branch()
+            here = inner
+        here[path[-1]] = leaf
+    holes = _MAX_HOLES
+
+    def made(branch: _Branch, *, top: bool = False) -> Any:
+        nonlocal holes
+        children = {key: made(value) if type(value) is _Branch else value for key, value in branch.items()}
+        if not top and all(type(key) is int for key in children):
+            size = max(children) + 1
+            if min(children) >= 0 and size - len(children) <= holes:
+                holes -= size - len(children)
+                return [children.get(index) for index in range(size)]
+        return mapping(children.items())
+
+    return made(root, top=True)
 
 
 def walk_nodes(roots: Iterable[object]) -> Iterator[Any]:

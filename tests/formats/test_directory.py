@@ -25,7 +25,7 @@ from transload.findings import Problem
 from transload.formats import read_source, sets
 from transload.formats.sets.merger import Merger
 from transload.io.folder import MAX_ENTRIES, Folder, Listing, folder_of, relative_path
-from transload.io.sources import BytesSource, Source
+from transload.io.sources import BytesSource, FileSource, Source
 from transload.opening import inspect
 from transload.opening import inspect as read
 
@@ -42,7 +42,8 @@ def read_dir(path: Path, *, verify: bool = False) -> Checkpoint:
 def read_folder(path: Path, read: Callable[[str], Checkpoint], *, verify: bool = False) -> Checkpoint:
     folder, index = folder_of(path)
     read_item = partial(read_source, verify=verify)
-    return sets.read(folder, lambda name: read(folder.path(name)), read_item, index=index)
+    reopened = partial(folder.open, keep=False)
+    return sets.read(folder, lambda name: read(folder.path(name)), reopened, read_item, index=index)
 
 
 def codes(checkpoint: Checkpoint) -> list[str]:
@@ -205,7 +206,7 @@ class TestSharded:
         long = "x" * 300
         write_index(tmp_path / "m.index.json", {"a": long})
         assert codes(read_dir(tmp_path)) == ["shard-missing"]
-        merger = Merger(Folder(str(tmp_path)).list(), read, read_source)
+        merger = Merger(Folder(str(tmp_path)).list(), read, FileSource, read_source)
         assert merger.open(long) is None
         assert [(reported.code, reported.detail) for reported in merger.noted.problems()] == [
             ("part-unreadable", "it does not exist")
@@ -520,7 +521,7 @@ class TestDcp:
         torch.save({"epoch": 3}, dcp / "meta.pt")
         checkpoint = read_dir(dcp)
         assert (checkpoint.format, checkpoint.flavour, codes(checkpoint)) == ("dcp", "Lightning", [])
-        assert ("meta.pt", "epoch") in {leaf.path for leaf in checkpoint.leaves}
+        assert [value.path for value in checkpoint.values if value.file == "meta.pt"] == [("epoch",)]
 
 
 def write_dcp(
@@ -873,7 +874,7 @@ def test_no_kind_opens_a_file_except_through_its_folder(tmp_path: Path) -> None:
     folders = {name: InMemory(tmp_path / name) for name in kinds}
     shutil.rmtree(tmp_path)
     for name, folder in folders.items():
-        checkpoint = sets.read(folder, folder.read, read_source)
+        checkpoint = sets.read(folder, folder.read, folder.open, read_source)
         assert checkpoint.tensors, name
         for field in ("format", "tensors", "storages", "parts", "problems", "index"):
             assert getattr(checkpoint, field) == getattr(expected[name], field), (name, field)

@@ -15,6 +15,7 @@ from transload.formats import read_source
 from transload.formats.sets import unpacked as unzipped
 from transload.formats.sets.merger import Merger
 from transload.io.folder import Folder
+from transload.io.sources import FileSource
 from transload.opening import inspect as read
 
 needs_links = pytest.mark.skipif(os.name == "nt", reason="creating links needs privileges on Windows")
@@ -28,7 +29,7 @@ def unpacked(data: Path, tmp_path: Path) -> Path:
 
 
 def read_unzipped(path: str) -> Checkpoint:
-    return unzipped.read(Merger(Folder(path).list(), read, read_source))
+    return unzipped.read(Merger(Folder(path).list(), read, FileSource, read_source))
 
 
 def test_tensors_are_the_same_as_in_the_archive(data: Path, unpacked: Path) -> None:

@@ -22,7 +22,6 @@ from tests.loading.zoo import saved
 import transload
 from transload.errors import (
     BrokenFileError,
-    LoadError,
     NotACheckpointDirectoryError,
     NotACheckpointError,
     TransloadError,
@@ -106,18 +105,6 @@ def test_web_page_in_place_of_a_shard_is_the_same_error_by_directory_and_by_inde
         with pytest.raises(NotACheckpointError, match="a web page") as raised:
             load(path)
         assert type(raised.value) is NotACheckpointError  # the directory itself is one
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
-def test_distributed_checkpoint_directory_is_refused_with_the_convert_command(tmp_path: Path) -> None:
-    from torch.distributed import checkpoint as dcp
-
-    if not hasattr(dcp, "save"):
-        pytest.skip("this torch has no dcp.save")
-    dcp.save({"a": torch.ones(3)}, checkpoint_id=tmp_path / "dcp")
-    with pytest.raises(LoadError, match=r"torch\.distributed\.checkpoint") as raised:
-        load(tmp_path / "dcp")
-    assert "transload convert DIR NEW.pt" in raised.value.fix
 
 
 # -- damage

@@ -135,7 +135,7 @@ def test_error_in_progress_callback_stops_the_load(threads: int, saved: Path) ->
 @pytest.mark.parametrize("threads", THREADS)
 def test_memory_of_a_failed_load_is_freed_at_once(threads: int, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be device memory, which must not wait for the garbage collector."""
-    from transload.loading import _StorageReader
+    from transload.loading.storages import _StorageReader
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     real_empty = _StorageReader._empty
@@ -227,7 +227,7 @@ def test_file_replaced_during_load_still_loads_the_opened_one(saved: Path, tmp_p
 
 
 def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading import _StorageReader
+    from transload.loading.storages import _StorageReader
 
     real_empty = _StorageReader._empty
 
@@ -300,8 +300,8 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
     saved: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Storages are allocated in host memory and treated as device memory."""
-    from transload.loading import _StorageReader
     from transload.loading import placement as arrival
+    from transload.loading.storages import _StorageReader
 
     real_empty = _StorageReader._empty
 

@@ -10,17 +10,20 @@ def joined(steps: tuple[Key, ...], name: str) -> str:
     return "/".join([*map(str, steps), name] if name else map(str, steps))
 
 
-def moved_tensor(tensor: Tensor, prefix: str, steps: tuple[Key, ...] = (), shift: int | None = 0) -> Tensor:
+def moved_tensor(
+    tensor: Tensor, prefix: str, steps: tuple[Key, ...] = (), shift: int | None = 0, named: tuple[Key, ...] = ()
+) -> Tensor:
     """A tensor as part of a larger checkpoint.
 
-    ``prefix`` is prepended to the id of its storage, ``steps`` to its path and name. Its bytes are ``shift`` bytes
-    further on; ``None`` if they have no offset in the file.
+    ``prefix`` is prepended to the id of its storage, ``steps`` to its path and name; to the name ``named``, if given.
+    Its bytes are ``shift`` bytes further on; ``None`` if they have no offset in the file.
     """
+    before = named or steps
     return tensor._replace(
         path=(*steps, *tensor.path),
-        name=joined(steps, tensor.name) if steps else tensor.name,
+        name=joined(before, tensor.name) if before else tensor.name,
         storage=None if tensor.storage is None else f"{prefix}{tensor.storage}",
-        parts=tuple([moved_tensor(part, prefix, steps, shift) for part in tensor.parts]),
+        parts=tuple([moved_tensor(part, prefix, steps, shift, named) for part in tensor.parts]),
         file_offset=None if tensor.file_offset is None or shift is None else tensor.file_offset + shift,
     )
 

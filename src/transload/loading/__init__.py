@@ -1,8 +1,8 @@
 """``transload.load``: loads any checkpoint onto the devices of this machine, with the result ``torch.load`` would give.
 
 A load takes these steps: open and judge the file (``opening``), refuse what must not be loaded (``refusal``), plan
-where everything goes (``placement``), read the storages (``read_storages`` below; few bytes by ``jobs``, many by
-``engine``), and build the objects over them (``build``; ``trusted`` with ``weights_only=False``).
+where everything goes (``placement``), read the storages (``storages``), and build the objects over them (``build``;
+``trusted`` with ``weights_only=False``). What several files form together is ``composed``.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
-from transload.checkpoint import Checkpoint, Storage
-from transload.contents import with_parts
+from transload.checkpoint import Checkpoint
 from transload.errors import (
-    BrokenFileError,
     DoesNotFitError,
     FileWarning,
     LandingWarning,
@@ -27,28 +24,16 @@ from transload.errors import (
     NoTorchError,
     UsageError,
 )
-from transload.findings import join_names
-from transload.frozen import NamedTuple
 from transload.io import gc_paused
-from transload.io.memory import memory_at
-from transload.io.sources import FileSource, Progress, Source, SourceLike
-from transload.loading.build import build_object, is_fake_mode, plain_tensors
+from transload.io.sources import Progress, SourceLike, is_set
+from transload.loading.build import build_object, plain_tensors
 from transload.loading.placement import DeviceMap, plan_here
-from transload.opening import CheckpointFile, OpenCheckpoint, fill
-from transload.opening.jobs import (
-    SLOT_PAIR,
-    Checksums,
-    ReportProgress,
-    Settings,
-    ShortReadError,
-    can_read_to,
-    file_ends,
-)
+from transload.loading.storages import ReadOptions, read_storages
+from transload.opening import OpenCheckpoint
+from transload.opening.jobs import SLOT_PAIR, Settings
 
 if TYPE_CHECKING:
-    import torch
-
-    from transload.opening.elements import ElementReader
+    from transload.loading.handles import TensorReader
 
 __all__ = ["load"]
 
@@ -122,7 +107,7 @@ def load(
         mapped = config is not None and bool(config.load.mmap)
     settings = check_settings(threads, pinned_mb, direct)
     # 1. Open and judge it. Ordinary tensors are only counted: they are named if something is wrong.
-    with gc_paused(user_objects=trusted), OpenCheckpoint(f, tree=trusted) as opened:
+    with gc_paused(user_objects=trusted), _opened(f, map_location, tree=trusted, verify=verify) as opened:
         # 2. Refuse what must not be loaded, and leave out what torch cannot represent.
         _refuse(opened.checkpoint, trusted=trusted)
         if opened.checkpoint.findings:
@@ -132,7 +117,8 @@ def load(
         checkpoint = opened.checkpoint
         # 3. Plan where everything goes.
         plan = plan_here(checkpoint, map_location, checkpoint.tensor_nbytes)
-        short = [each for each in plan.shortages if not (mapped and each.device == "cpu")]
+        composed = checkpoint.traits.composed  # its tensors are in pieces, which cannot be mapped
+        short = [each for each in plan.shortages if not (mapped and not composed and each.device == "cpu")]
         if short:
             fix = "\n".join(f"Instead: {hint}" for each in short for hint in each.instead)
             raise DoesNotFitError("; ".join(map(str, short)), where=checkpoint.path, fix=fix)
@@ -152,6 +138,12 @@ def load(
         try:
             if trusted and checkpoint.traits.runs:
                 loaded = load_program(opened.files[0], device_map.device)
+            elif composed:
+                from transload.loading.composed import load_composed
+
+                arguments = {"pickle_module": pickle_module, **pickle_load_args} if trusted else None
+                with _telling_torch(device_map):
+                    loaded = load_composed(cast("TensorReader", opened), device_map, options, arguments)
             else:
                 loaded = _each_file(opened, device_map, options, make)
         except Malformed:
@@ -168,6 +160,15 @@ def load(
         if wrong := load_warning(checkpoint):
             warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
     return loaded
+
+
+def _opened(f: SourceLike, map_location: Any, *, tree: bool, verify: bool) -> OpenCheckpoint:
+    """Open a checkpoint; one of several files so that its tensors can be read, too."""
+    if not (isinstance(f, str | os.PathLike) and is_set(os.fspath(f))):
+        return OpenCheckpoint(f, tree=tree)
+    from transload.loading.handles import TensorReader
+
+    return TensorReader(f, map_location, verify=verify)
 
 
 def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> str:
@@ -220,25 +221,33 @@ def check_settings(threads: Any, pinned_mb: Any, direct: bool | None) -> Setting
     return Settings(threads, None if pinned_mb is None else pinned_mb << 20, direct)
 
 
+class _telling_torch:  # noqa: N801 - used like a function; contextlib's decorator would cost each load a generator
+    """Rebuild functions, of torch and of programs, ask torch for the map_location of the load in progress."""
+
+    def __init__(self, device_map: DeviceMap) -> None:
+        import torch
+
+        self._state: Any = getattr(torch.serialization, "_serialization_tls", None)
+        self._has_state = hasattr(self._state, "map_location")
+        self._locations = device_map.locations or None
+
+    def __enter__(self) -> None:
+        if self._has_state:
+            self._before, self._state.map_location = self._state.map_location, self._locations
+
+    def __exit__(self, *_: object) -> None:
+        if self._has_state:
+            self._state.map_location = self._before
+
+
 def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptions, make: Callable[..., Any]) -> Any:
     """The object of the only piece, or the dictionaries of all shards merged."""
-    import torch
-
     objects = []
-    # Rebuild functions, of torch and of programs, ask torch for the map_location of the load in progress.
-    state: Any = getattr(torch.serialization, "_serialization_tls", None)
-    has_state = hasattr(state, "map_location")
-    before = state.map_location if has_state else None
-    try:
-        if has_state:
-            state.map_location = device_map.locations or None
+    with _telling_torch(device_map):
         for file in opened.files:
             storages = read_storages(file, device_map, options)
             plain = file.checkpoint.traits.named
             objects.append(plain_tensors(file, storages, device_map) if plain else make(file, storages, device_map))
-    finally:
-        if has_state:
-            state.map_location = before
     path, form = opened.checkpoint.path, opened.checkpoint.traits
     if not form.several:
         if not objects:
@@ -251,188 +260,3 @@ def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptio
             raise LoadError(what, where=path, fix="Load the shards one by one.")
         joined.update(shard)
     return joined
-
-
-# -- storages: each is read once, into freshly allocated memory, and put on its device
-#
-# Storages that have the same bytes in the file as in memory, and go to the host or to a CUDA device, are read together
-# by the engine. The others are read one by one: those that are compressed, or in the other byte order, or go to a
-# device that only torch, or the caller's map_location function, can copy to.
-
-_ALIGNED = 8  # the alignment that any element, or either half of a complex one, needs in a mapped storage
-_AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
-
-
-class ReadOptions(NamedTuple):
-    """How storages are read."""
-
-    verify: bool = False
-    """Compare every checksum there is."""
-    mapped: bool = False
-    """Map the file instead of reading it, where its bytes are the same as in memory."""
-    report_progress: ReportProgress | None = None
-    settings: Settings = Settings()
-
-
-def read_storages(file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
-    """Read every storage of a checkpoint to its device; return them by id."""
-    reader = _StorageReader(file, device_map, options)
-    storages = file.checkpoint.storages
-    together = reader.together(storages)
-    if len(together) == len(storages):
-        return together
-    return {storage.id: together.get(storage.id) or reader.alone(storage) for storage in storages}
-
-
-class _StorageReader:
-    def __init__(self, file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> None:
-        import torch
-
-        self._new = torch.UntypedStorage  # looked up once, not for each tensor
-        self._file = file
-        self._device_map = device_map
-        self._options = options
-        self._faked = is_fake_mode()
-        # torch.serialization.skip_data: storages are allocated, but not read.
-        self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
-        self._map: torch.UntypedStorage | None = None
-        source = file.open("") if options.mapped and file.path else None
-        # The path may lead to another file by now.
-        if isinstance(source, FileSource) and source.size and source.is_same_file(file.path):
-            # Whether the program has set torch's mmap options so that writes go to the file.
-            mmap_options = getattr(torch.serialization, "get_default_mmap_options", None)
-            shared = False
-            if mmap_options is not None and sys.platform != "win32":
-                from mmap import MAP_SHARED
-
-                shared = bool(mmap_options() == MAP_SHARED)
-            # Mapping fails without mmap or address space, or if the file was just truncated: reading reports which.
-            with suppress(RuntimeError):
-                self._map = torch.UntypedStorage.from_file(file.path, shared, source.size)
-        # The byte order if the archive does not say: little, unless the program has set another default in torch.
-        self._big_endian = False
-        default_order = getattr(torch.serialization, "get_default_load_endianness", None)
-        is_unstated = file.checkpoint.traits.container == "zip" and "byteorder" not in dict(file.checkpoint.facts)
-        if is_unstated and default_order is not None:
-            default = default_order()
-            named = "little" if default is None else str(default.name).lower()
-            self._big_endian = (sys.byteorder if named == "native" else named) == "big"
-
-    @cached_property
-    def _content(self) -> ElementReader:
-        from transload.opening.elements import ElementReader
-
-        return ElementReader(self._file.checkpoint, self._file.open)
-
-    def together(self, storages: Sequence[Storage]) -> dict[str, torch.UntypedStorage]:
-        """Read all storages that have the same bytes in the file as in memory, in one call; return them by id."""
-        if self._faked or self._skips or self._map is not None:
-            return {}
-        planned = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
-        devices = {tag: device for tag, device in planned.items() if can_read_to(device.partition(":")[0])}
-        big = sys.byteorder == "big"
-        plain = [
-            each
-            for each in storages
-            if each.device in devices
-            and each.offset is not None
-            and 0 < each.nbytes <= each.stored
-            and (each.big_endian or self._big_endian) == big
-            and not each.compressed
-        ]
-        return self._read(plain, devices) if plain else {}
-
-    def _read(self, storages: Sequence[Storage], devices: Mapping[str, str]) -> dict[str, torch.UntypedStorage]:
-        """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is truncated or damaged."""
-        sources: dict[str, Source] = {}
-        for storage in storages:
-            if storage.file not in sources:
-                packed = self._content.unpacked(storage) if storage.compressed else None
-                if storage.compressed and (packed is None or packed.size != storage.nbytes):
-                    raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
-                sources[storage.file] = packed or self._file.open(storage.file)
-        ranges = [(sources[each.file], each.offset or 0, each.nbytes, devices[each.device]) for each in storages]
-        targets: dict[int, torch.UntypedStorage] = {}
-
-        def address_of(index: int) -> int:
-            target = targets[index] = self._empty(storages[index], ranges[index][3])
-            return target.data_ptr()  # type: ignore[no-any-return]
-
-        options = self._options
-        checksums = Checksums() if options.verify else None
-        try:
-            fill(ranges, address_of, options.settings, options.report_progress, checksums)
-        except ShortReadError as end:
-            storage = storages[end.request]
-            raise self._lost(storage, file_ends(storage.nbytes - end.received)) from end
-        except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
-            raise self._lost(storages[0], error.what, "are damaged") from error
-        if checksums is not None:
-            for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
-                self._check_sum(storage, value)
-        return {storage.id: targets[index] for index, storage in enumerate(storages)}
-
-    def alone(self, storage: Storage) -> torch.UntypedStorage:
-        """Map a storage, or read it by itself, and put it on its device."""
-        if self._faked or self._device_map.planned_device(storage.device) == "meta":
-            untyped = self._new(storage.nbytes, device="meta")
-            if storage.offset is not None:
-                untyped._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
-            if self._faked and self._file.checkpoint.traits.container != "stream":  # where torch forgets the device
-                untyped._fake_device = storage.device  # noqa: SLF001 - the same
-            return untyped
-        if self._skips or not storage.nbytes:
-            return self._device_map.put(self._empty(storage), storage.device)
-        is_swapped = (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
-        # Where its bytes begin, if the file has all of them, and not compressed.
-        start = None if storage.compressed or storage.stored < storage.nbytes else storage.offset
-        if self._map is not None and start is not None and start % _ALIGNED == 0 and not is_swapped:
-            loaded: torch.UntypedStorage = self._map[start : start + storage.nbytes]
-            if self._options.verify:
-                from zlib import crc32
-
-                self._check_sum(storage, crc32(memory_at(loaded.data_ptr(), loaded.nbytes())))
-            if self._options.report_progress is not None:
-                self._options.report_progress(storage.nbytes)
-        elif start is not None or storage.compressed:
-            loaded = self._read([storage], {storage.device: "cpu"})[storage.id]
-        else:
-            raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
-        if is_swapped:
-            from transload.opening.elements import component, swap_bytes
-
-            memory = memory_at(loaded.data_ptr(), loaded.nbytes())
-            swap_bytes(memory, component(self._dtypes.get(storage.id, storage.dtype)))
-        return self._device_map.put(loaded, storage.device)
-
-    @cached_property
-    def _dtypes(self) -> dict[str | None, str]:
-        """The dtype of the first tensor of each storage, since storage classes lack the newer dtypes."""
-        tensors = [part for tensor in self._file.checkpoint.tensors for part in with_parts(tensor)]
-        return {tensor.storage: tensor.dtype for tensor in reversed(tensors)}
-
-    def _empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
-        try:
-            return self._new(storage.nbytes) if device == "cpu" else self._new(storage.nbytes, device=device)
-        except RuntimeError as error:
-            what = f"there is no memory for {_named(self._file, storage)}: {storage.nbytes:,} bytes"
-            fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
-            raise DoesNotFitError(what, where=self._file.checkpoint.path, fix=fix) from error
-
-    def _check_sum(self, storage: Storage, value: int) -> None:
-        if storage.crc32 is not None and value != storage.crc32:
-            raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "have changed")
-
-    def _lost(self, storage: Storage, detail: str, how: str = "are incomplete") -> BrokenFileError:
-        what = f"the bytes of {_named(self._file, storage)} {how}: {detail}"
-        return BrokenFileError(what, where=self._file.checkpoint.path, fix=_AGAIN)
-
-
-def _named(file: CheckpointFile, storage: Storage) -> str:
-    names = storage.tensors
-    for pickle in file.checkpoint.pickles if file.checkpoint.counted else ():  # its tensors were only counted
-        from transload.formats.graph import StorageTable, find_tensors
-
-        storages = find_tensors(pickle.root, StorageTable()).storages
-        names = next((other.tensors for other in storages if other.key == storage.key), names)
-    return join_names([name or "the root" for name in names], 4) or f"storage {storage.key}"

@@ -33,13 +33,13 @@ from transload.geometry import Box, View, boxes, contiguous
 from transload.io.memory import memory_at
 from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
-from transload.loading import ReadOptions, read_storages
 from transload.loading.build import build_object, is_fake_mode
 from transload.loading.placement import DeviceMap, listed, plan_here
+from transload.loading.storages import ReadOptions, read_storages
 from transload.nodes import Call, Global, Persistent, walk_nodes
 from transload.opening import CheckpointFile, OpenCheckpoint, fill
 from transload.opening.elements import Elements, MissingBytesError, Read
-from transload.opening.jobs import Settings, ShortReadError, can_read_to
+from transload.opening.jobs import ReportProgress, Settings, ShortReadError, can_read_to
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,7 @@ STAGE = 16 << 20
 
 _PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 _DEFAULT = Settings()
+_OPTIONS = ReadOptions()
 DENSE = frozenset({"strided", "sharded"})
 """Kinds of tensors that are read element by element, or only a part of them."""
 _VALUES: dict[str, Callable[[str], Any]] = {
@@ -252,8 +253,8 @@ class TensorReader(OpenCheckpoint):
     damaged one can be opened as long as it has any tensors.
     """
 
-    def __init__(self, f: SourceLike, map_location: Any) -> None:
-        super().__init__(f)
+    def __init__(self, f: SourceLike, map_location: Any, *, verify: bool = False) -> None:
+        super().__init__(f, verify=verify)
         self._map_location = map_location
         self._warning = ""
         if self.checkpoint.integrity == "not-a-checkpoint" or not self.checkpoint.tensors:
@@ -292,7 +293,7 @@ class TensorReader(OpenCheckpoint):
 
         where = torch.device(device)
         layout, reads, rest = self._reads(tensor, index)
-        saved = self._dtype_of(tensor)
+        saved = self.dtype_of(tensor)
         wanted = dtype if dtype is not None and saved.is_floating_point else saved
         if where.type == "meta" or is_fake_mode():
             return torch.empty_strided(layout.shape, layout.stride, dtype=wanted, device=where)[rest]
@@ -311,7 +312,12 @@ class TensorReader(OpenCheckpoint):
             self._fill([(tensor, read, target) for read in reads])
         return target[rest] if rest else target
 
-    def fill(self, items: Iterable[tuple[Tensor, torch.Tensor, Index]], settings: Settings = _DEFAULT) -> None:
+    def fill(
+        self,
+        items: Iterable[tuple[Tensor, torch.Tensor, Index]],
+        settings: Settings = _DEFAULT,
+        report_progress: ReportProgress | None = None,
+    ) -> None:
         """Read tensors, or the parts that indices select, into existing ones of the same shape; cast if dtypes differ.
 
         All that is in files, and can be read straight into memory, is read in one call.
@@ -334,7 +340,7 @@ class TensorReader(OpenCheckpoint):
                     # Count it as an in-place operation: torch does not see the write.
                     if not target.is_inference() and hasattr(graph, "increment_version"):
                         graph.increment_version(target)
-                self._fill(jobs, settings)
+                self._fill(jobs, settings, report_progress)
         except TransloadError:
             raise
         except (RuntimeError, NotImplementedError) as error:
@@ -383,7 +389,8 @@ class TensorReader(OpenCheckpoint):
         stays = whole.is_meta or (whole.device, whole.dtype) == (torch.device(device), wanted)
         return whole if stays else whole.to(device, wanted)
 
-    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """The dtype of a tensor; ``LoadError`` if this torch does not have it."""
         import torch
 
         dtype = getattr(torch, tensor.dtype, None)
@@ -400,7 +407,7 @@ class TensorReader(OpenCheckpoint):
         the box around the part is read. ``LoadError`` if it is known that elements cannot be read. Errors about the
         index are torch's.
         """
-        self._dtype_of(tensor)
+        self.dtype_of(tensor)
         shape, rest = tensor.shape, ()
         try:
             if type(index) is tuple and not index:
@@ -426,22 +433,32 @@ class TensorReader(OpenCheckpoint):
         part = whole[steps]
         return View(tuple(part.shape), part.stride(), tensor.offset + part.storage_offset())
 
-    def _fill(self, jobs: Iterable[tuple[Tensor, Read, torch.Tensor]], settings: Settings = _DEFAULT) -> None:
+    def _fill(
+        self,
+        jobs: Iterable[tuple[Tensor, Read, torch.Tensor]],
+        settings: Settings = _DEFAULT,
+        report_progress: ReportProgress | None = None,
+    ) -> None:
         """Read elements into their boxes of tensors: straight into memory where it has the same bytes."""
         straight: dict[bool, list[tuple[Tensor, Elements, torch.Tensor]]] = {}
         for tensor, (elements, into), whole in jobs:
             target = whole if into.shape == tuple(whole.shape) else whole[into.slices]
-            dtype = self._dtype_of(tensor)
+            dtype = self.dtype_of(tensor)
             direct = target.dtype == dtype and can_read_to(target.device.type) and not elements.differ(sys.byteorder)
             if direct and elements.view.has_layout(tuple(target.shape), target.stride()):
                 straight.setdefault(elements.source.streams > 1, []).append((tensor, elements, target))
             else:
                 self._read_staged(tensor, elements, dtype, target.detach())
+                if report_progress is not None:
+                    report_progress(elements.view.numel * elements.itemsize)
         for parts in straight.values():
-            self._read_straight(parts, settings)
+            self._read_straight(parts, settings, report_progress)
 
     def _read_straight(
-        self, parts: Sequence[tuple[Tensor, Elements, torch.Tensor]], settings: Settings = _DEFAULT
+        self,
+        parts: Sequence[tuple[Tensor, Elements, torch.Tensor]],
+        settings: Settings = _DEFAULT,
+        report_progress: ReportProgress | None = None,
     ) -> None:
         """Read elements straight into the memory of tensors."""
         ranges, addresses = [], []
@@ -449,7 +466,7 @@ class TensorReader(OpenCheckpoint):
             ranges.append((elements.source, elements.offset, elements.nbytes, str(target.device)))
             addresses.append(target.data_ptr())
         try:
-            fill(ranges, addresses.__getitem__, settings)
+            fill(ranges, addresses.__getitem__, settings, report_progress)
         except ShortReadError as end:
             tensor, elements, _ = parts[end.request]
             raise self._cut(tensor, elements, elements.offset + end.received) from end
@@ -493,7 +510,9 @@ class TensorReader(OpenCheckpoint):
         return f"{self.checkpoint.path} › {tensor.name or 'the tensor'}"
 
 
-def build_node(file: CheckpointFile, node: object, device_map: DeviceMap | None = None) -> Any:
+def build_node(
+    file: CheckpointFile, node: object, device_map: DeviceMap | None = None, options: ReadOptions = _OPTIONS
+) -> Any:
     """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
     from transload.loading.refusal import Allowed
 
@@ -513,7 +532,7 @@ def build_node(file: CheckpointFile, node: object, device_map: DeviceMap | None 
     device_map = device_map or DeviceMap(plan_here(file.checkpoint, "cpu", 0), "cpu", file.checkpoint.path)
     storages = tuple(storage for storage in file.checkpoint.storages if storage.key in keys)
     alone = replace(file, checkpoint=replace(file.checkpoint, storages=storages))
-    return build_object(alone, read_storages(alone, device_map, ReadOptions()), device_map, pickle=part)
+    return build_object(alone, read_storages(alone, device_map, options), device_map, pickle=part)
 
 
 def _basic(index: Index) -> tuple[Any, ...]:

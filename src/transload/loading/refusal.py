@@ -160,7 +160,9 @@ def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
     """The pickles that loading reads; others are in records and files that it ignores."""
     if checkpoint.traits.container in ("stream", "tar"):
         return checkpoint.pickles
-    return tuple(pickle for pickle in checkpoint.pickles if pickle.main)
+    # The index of a composed checkpoint is never built.
+    indexes = {part.name for part in checkpoint.parts if part.role == "index"}
+    return tuple(pickle for pickle in checkpoint.pickles if pickle.main and pickle.name not in indexes)
 
 
 def refuse_unsafe(checkpoint: Checkpoint) -> None:

@@ -236,9 +236,10 @@ def load_trusted(
     storages: dict[str, torch.UntypedStorage],
     device_map: DeviceMap,
     pickle_module: Any = None,
+    node: object = None,
     **arguments: Any,
 ) -> Any:
-    """What ``torch.load(weights_only=False)`` makes of a file, over storages that were read.
+    """What ``torch.load(weights_only=False)`` makes of a file, over storages that were read; or of a ``node`` in it.
 
     ``pickle_module`` and ``arguments`` (``encoding``, ``errors``, ``fix_imports``) are those of ``torch.load``. What
     the file's code raises is raised unchanged, with a note that says where it comes from.
@@ -288,6 +289,10 @@ def load_trusted(
 
     try:
         rebuilder = Rebuilder(file, entries(checkpoint.storages, storages, device_map), device_map, fake=False)
+        if node is not None:
+            from transload.formats.pickle_writer import dumps
+
+            return unpickled(io.BytesIO(dumps(node, checkpoint.pickles[0].protocol)), find)
         if tar:
             from transload.formats.torch_legacy import TarReader
 

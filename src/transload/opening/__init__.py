@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from transload.checkpoint import Checkpoint, Key
+from transload.checkpoint import Checkpoint, Key, Value
 from transload.formats import read_source, unpacked
 from transload.frozen import Frozen, replace
 from transload.io import gc_paused
@@ -61,6 +61,7 @@ class OpenCheckpoint:
         self._stream: ObjectSource | None = None  # the file object that it is read from
         self._folder: Folder | None = None  # the folder of its files, if there are several
         self._members: dict[int, dict[Key, object]] = {}
+        self._parts: dict[str, CheckpointFile] = {}
         self._lock = allocate_lock()
         try:
             with gc_paused():
@@ -159,7 +160,20 @@ class OpenCheckpoint:
             node = node_at(file.checkpoint.root, path, self._members, _ABSENT)
             if node is not _ABSENT:
                 return file, node
+        for length in range(len(path) + 1):
+            value = self._values.get(path[:length])
+            if value is not None:
+                node = node_at(value.node, path[length:], self._members, _ABSENT)
+                return None if node is _ABSENT else (self.part(value.file), node)
         return None
+
+    @cached_property
+    def _values(self) -> dict[tuple[Key, ...], Value]:
+        return {value.path: value for value in self.checkpoint.values}
+
+    def part(self, name: str) -> CheckpointFile:
+        """The checkpoint that a value is built from, by ``Value.file``: one of the files, or one inside a file."""
+        return self._parts[name]
 
     def list_tensors(self) -> None:
         """List the tensors if they were only counted, for a message that names them."""
@@ -192,7 +206,7 @@ class OpenCheckpoint:
 
         folder, index = folder_of(path)
         self._folder = folder
-        files: dict[str, CheckpointFile] = {}
+        files = self._parts
         verify = self._options["verify"]
 
         def read(name: str) -> Checkpoint:
@@ -201,7 +215,12 @@ class OpenCheckpoint:
             files[name] = CheckpointFile(checkpoint, lambda _: source, folder.path(name), name)
             return checkpoint
 
-        checkpoint = sets.read(folder, read, partial(read_source, verify=verify), index=index)
+        def read_item(source: Source) -> Checkpoint:
+            checkpoint = read_source(source, verify=verify)
+            files[source.name] = CheckpointFile(checkpoint, lambda _: source, name=source.name)
+            return checkpoint
+
+        checkpoint = sets.read(folder, read, partial(self._member, folder), read_item, index=index)
         if checkpoint.index:
             return checkpoint, (CheckpointFile(checkpoint, self._weak_file(), index=checkpoint.index),)
         members = [part.name for part in checkpoint.parts if part.role == "member"]

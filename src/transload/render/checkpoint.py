@@ -478,12 +478,13 @@ _Child = tuple[str, Key, object]
 def object_tree(checkpoint: Contents, max_lines: int = MAX_LINES) -> Iterator[Block]:
     """The objects that the pickle would build, one on each line; for a file without a pickle, its values."""
     yield from heading("structure")
-    if not any(pickle.main for pickle in checkpoint.pickles):
+    root = checkpoint.root
+    if root is None and not any(pickle.main for pickle in checkpoint.pickles):
         for leaf in checkpoint.leaves[:max_lines]:
             yield Prose(((f"{printable(leaf.name)}: ", "dim"), (printable(leaf.text), "")), lead="  ")
         yield note("this format has no pickled tree; --tensors lists its tensors")
         return
-    lines = _drawn(checkpoint.root, {tensor.path: tensor for tensor in checkpoint.tensors})
+    lines = _drawn(root, {tensor.path: tensor for tensor in checkpoint.tensors})
     yield from (Prose(line, lead="  ") for line in islice(lines, max_lines))
     if more := sum(1 for _ in lines):
         yield note(f"… {more:,} more lines")
@@ -500,7 +501,7 @@ def _drawn(root: object, tensors: dict[_Path, Tensor]) -> Iterator[Line]:
         if id(node) in numbers:
             yield (*lead, (f"→ #{numbers[id(node)]}", "dim"))
             continue
-        tensor = tensors.get(path) if type(node) is Call else None
+        tensor = tensors.get(path) if type(node) is Call or node is None else None
         mark = ""
         if seen[id(node)] > 1:
             numbers[id(node)] = len(numbers) + 1

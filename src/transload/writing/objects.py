@@ -386,14 +386,15 @@ def with_arrays(reader: ElementReader, modules: set[Path], *, into_objects: bool
     """
     checkpoint = reader.checkpoint
     form = checkpoint.traits
-    main = [pickle for pickle in checkpoint.pickles if pickle.main and (pickle.path or not form.flattened)]
+    main = [pickle for pickle in checkpoint.pickles if pickle.main]
     named = any(module.partition(".")[0] == "numpy" for pickle in main for module, _ in pickle.globals)
+    roots = [((), checkpoint.root)] if form.composed else [(pickle.path, pickle.root) for pickle in main]
     # Where several shards fill one dictionary, a path does not identify the shard.
-    if not named or form.program or len({pickle.path for pickle in main}) != len(main):
+    if not named or form.program or len({path for path, _ in roots}) != len(roots):
         return reader, set()
     search = _Search({tensor.path for tensor in checkpoint.tensors}, modules, into_objects=into_objects)
-    for pickle in main:
-        search.visit(pickle.root, pickle.path, 0)
+    for path, root in roots:
+        search.visit(root, path, 0)
     raw: dict[str, Any] = {}  # the bytes of each array, by a file name that no checkpoint has
     storages: dict[tuple[object, ...], Storage] = {}
     added: list[Tensor] = []

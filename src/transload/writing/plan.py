@@ -26,7 +26,7 @@ from transload.nodes import Dict
 from transload.opening.elements import Allowance, ElementReader, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays
 from transload.writing.output import SHARD, index_name, sibling_files
-from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of, unflattened
+from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
 from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, cast_dtype
 
 if TYPE_CHECKING:
@@ -184,9 +184,8 @@ class ConversionPlan:
         is_object = self._target.is_object
         source, self.metadata = _with_aliases(reader)
         self._object = source.checkpoint.root
-        if is_object and source.checkpoint.traits.flattened:
-            checkpoint, self._object = unflattened(source.checkpoint)
-            source = ElementReader(checkpoint, source.open_file, source.files)
+        if is_object and source.checkpoint.traits.composed:
+            source = ElementReader(_with_paths_as_names(source.checkpoint), source.open_file, source.files)
         self.entries: list[TargetTensor] = []
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
@@ -346,7 +345,7 @@ class ConversionPlan:
         kept = [entry for entry in selected if entry.call is not None or entry in stored]
         structure = None
         form = checkpoint.traits
-        has_object = root is not None and not form.program and (form.flattened or not form.several)
+        has_object = root is not None and not form.program and (form.composed or not form.several)
         if has_object and distinct and not self.in_parts:
             stripped = bool(self.options.strip)
             structure = Structure(root, start, kept, tensors=paths, modules=self._modules, stripped=stripped)
@@ -383,10 +382,10 @@ class ConversionPlan:
                 ((checkpoint.format, "metadata"), Dict([part for pair in values.items() for part in pair]))
             )
         main = [pickle for pickle in checkpoint.pickles if pickle.main]
-        if not self.options.key and (len(main) > 1 or any(pickle.path for pickle in main)):
-            for pickle in main:  # the object of each file or item, but not the .metadata of a DCP directory
-                has_values = any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves)
-                if has_values and (pickle.path or not form.flattened):
+        several = len(main) > 1 or any(pickle.path for pickle in main)
+        if not self.options.key and several and not form.composed:
+            for pickle in main:  # the object of each file
+                if any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves):
                     self.dropped.append((pickle.path, pickle.root))
             return
         root, path = self._root(selected)
@@ -464,6 +463,19 @@ def _with_aliases(reader: ElementReader) -> tuple[ElementReader, dict[str, str]]
     others = {key: value for key, value in metadata.items() if key not in names and key != "format"}
     checkpoint = replace(checkpoint, tensors=(*checkpoint.tensors, *tied))
     return ElementReader(checkpoint, reader.open_file, reader.files), others
+
+
+def _with_paths_as_names(checkpoint: Checkpoint) -> Checkpoint:
+    """A composed checkpoint whose names are its paths, joined by slashes, even if it joins them with dots."""
+    values = {value.path for value in checkpoint.values}
+    tensors = []
+    for tensor in checkpoint.tensors:
+        path = tensor.path
+        own = [*map(str, next((path[:length] for length in range(len(path)) if path[:length] in values), path))]
+        inside = tensor.name.removeprefix(".".join(own))  # in a value, which names its own tensors
+        name = "/".join(own) + inside if inside != tensor.name else tensor.name
+        tensors.append(tensor._replace(name=name))
+    return replace(checkpoint, tensors=tuple(tensors))
 
 
 # -- notes about the target
@@ -552,8 +564,8 @@ def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
     parts: dict[str, list[Tensor]] = {"": []}
     for tensor in checkpoint.tensors:
         parts[""].append(tensor)
-        # DCP joins the keys of nested dictionaries with dots: the first one names a part.
-        steps = tensor.name.split(".", 1)[:-1] if form.flattened else tensor.name.split("/")[:-1]
+        # The names of a composed checkpoint may join the keys of nested dictionaries with dots.
+        steps = [*map(str, tensor.path[:-1])] if form.composed else tensor.name.split("/")[:-1]
         for length in range(1, min(len(steps), _MAX_LEVELS) + 1):
             key = "/".join(steps[:length])
             if key in parts or len(parts) < _MAX_CANDIDATES:

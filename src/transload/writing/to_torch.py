@@ -9,7 +9,6 @@ quantized, nested) are carried over as the calls that rebuild them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +16,6 @@ from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import byte_span
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.graph import call_items, last_pairs, node_at, short_key
-from transload.frozen import replace
 from transload.geometry import contiguous
 from transload.nodes import Call, Dict, Global, Persistent, called, storage_id
 from transload.opening.elements import Allowance, ElementReader
@@ -25,7 +23,6 @@ from transload.writing.objects import KEY_TYPES, NOTHING, BoundedWalk, Path, num
 from transload.writing.transfer import TargetTensor
 
 _MAX_PARTS = 10_000  # parts of a call that are examined
-_MAX_LEVELS = 100  # of an object that DCP has flattened
 _ORDERED_DICT = "collections.OrderedDict"
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, bytearray})
 
@@ -95,60 +92,6 @@ def _storage_key(node: Persistent) -> str:
 # Functions that weights_only calls with plain arguments.
 _PLAIN_CALLS = frozenset({"torch.Size", "torch.device", "_codecs.encode", "builtins.set", "__builtin__.set"})
 _PLAIN_CALLS |= {"builtins.complex", "__builtin__.complex", "builtins.bytearray", "__builtin__.bytearray"}
-
-
-def unflattened(checkpoint: Checkpoint) -> tuple[Checkpoint, Any]:
-    """A ``torch.distributed.checkpoint`` directory with the paths that its tensors and values had when it was saved.
-
-    Also the object that they form. ``.metadata`` records the path of each: the name ``optim.param_groups.0.lr`` stands
-    for ``("optim", "param_groups", 0, "lr")``. A name without such a path is a key of the object.
-    """
-    metadata = checkpoint.root
-    state = metadata.states[-1] if type(metadata) is Call and metadata.states else None
-    planned = state.get("planner_data") if type(state) is Dict else None
-    pairs: list[Any] = planned.pairs() if type(planned) is Dict else []
-    paths: dict[Any, Path] = {name: path for name, path in pairs if _joins_to(name, path)}
-    taken = {paths.get(pickle.path[0], pickle.path) for pickle in checkpoint.pickles if pickle.path}
-    if any(path[:length] in taken for path in taken for length in range(1, len(path))):
-        paths = {}  # something would be inside a value
-
-    def moved(path: Path) -> Path:
-        return (*paths.get(path[0], path[:1]), *path[1:]) if path else path
-
-    pickles = tuple(map(copy, checkpoint.pickles))
-    for pickle in pickles:
-        pickle.path = moved(pickle.path)
-    roots = {pickle.path: pickle.root for pickle in pickles if pickle.main and pickle.path and not pickle.broken}
-    ordered = {path: roots[path] for path in (*paths.values(), *roots) if path in roots}
-    tensors = []
-    for tensor in checkpoint.tensors:
-        name = "/".join(map(str, moved(tensor.path[:1]))) + tensor.name.removeprefix(str(tensor.path[0]))
-        tensors.append(tensor._replace(path=moved(tensor.path), name=name))
-    leaves = tuple(replace(leaf, path=moved(leaf.path)) for leaf in checkpoint.leaves)
-    return replace(checkpoint, tensors=tuple(tensors), leaves=leaves, pickles=pickles), _nested(ordered)
-
-
-def _joins_to(name: Any, path: Any) -> bool:
-    """Whether a path is one that DCP flattens to this name; a hostile one may be endless."""
-    if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= _MAX_LEVELS:
-        return False
-    if not all(type(step) is str or (type(step) is int and 0 <= step < 1 << 63) for step in path):
-        return False
-    steps = [str(step) for step in path]
-    return sum(map(len, steps)) < len(name) + 1 and ".".join(steps) == name
-
-
-def _nested(leaves: dict[Path, Any]) -> Any:
-    """The dictionaries and lists of an object, from the paths of what is in it."""
-    if () in leaves:
-        return leaves[()]
-    branches: dict[Any, dict[Path, Any]] = {}
-    for path, node in leaves.items():
-        branches.setdefault(path[0], {})[path[1:]] = node
-    children = {key: _nested(inside) for key, inside in branches.items()}
-    if all(type(key) is int and key < len(children) for key in children):
-        return [children[index] for index in range(len(children))]
-    return Dict([part for pair in children.items() for part in pair])
 
 
 class Structure(BoundedWalk):

@@ -6,18 +6,16 @@ it. A kind reads files and merges their checkpoints with a ``Merger``, and opens
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from transload.checkpoint import Checkpoint, Draft, Part
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, Problem, join_names
 from transload.formats.sets import dcp, deepspeed, megatron, sharded, single, unpacked
-from transload.formats.sets.merger import Merger, ReadFile, listed
+from transload.formats.sets.merger import Merger, OpenFile, ReadFile, ReadItem, listed
 from transload.formats.sets.single import checkpoint_files
 from transload.frozen import replace
 from transload.io.folder import MAX_ENTRIES, Folder, Listing
-from transload.io.sources import Source
 
 __all__ = ["read"]
 
@@ -47,19 +45,21 @@ _KINDS: tuple[Kind, ...] = (megatron, dcp, deepspeed, unpacked, sharded)
 
 
 def read(
-    folder: Folder, read_file: ReadFile, read_item: Callable[[Source], Checkpoint], *, index: str = ""
+    folder: Folder, read_file: ReadFile, open_file: OpenFile, read_item: ReadItem, *, index: str = ""
 ) -> Checkpoint:
     """Read a folder, or only the shards of an ``index`` in it.
 
-    ``read_file`` reads a file of the folder by its name, ``read_item`` the archives inside ``.distcp`` files. Bad
-    content is a problem, never an error; ``CannotReadError`` only if the folder cannot be listed, or the index read.
+    ``read_file`` reads a file of the folder by its name, ``open_file`` opens one, ``read_item`` reads the archives
+    inside ``.distcp`` files. Bad content is a problem, never an error; ``CannotReadError`` only if the folder cannot be
+    listed, or the index read.
     """
     if index:
-        checkpoint = sharded.read_index(Merger(listed(folder, "", LimitedProblems()), read_file, read_item), index)
+        merger = Merger(listed(folder, "", LimitedProblems()), read_file, open_file, read_item)
+        checkpoint = sharded.read_index(merger, index)
         return replace(checkpoint, path=folder.path(index))
     listing = folder.list()
     kind = next((kind for kind in (*_KINDS, single) if kind.matches(listing)), None)
-    checkpoint = kind.read(Merger(listing, read_file, read_item)) if kind else _describe_unknown(listing)
+    checkpoint = kind.read(Merger(listing, read_file, open_file, read_item)) if kind else _describe_unknown(listing)
     # Add dangling links, and files that are not part of the checkpoint: a program that loads the directory may load
     # those, too, so their pickles are read.
     noted = LimitedProblems()

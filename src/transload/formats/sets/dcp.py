@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import closing
 from math import prod
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
-from transload.checkpoint import Checkpoint, Part, Tensor
+from transload.checkpoint import Checkpoint, Key, Part, Tensor, Value
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, join_names
+from transload.formats.graph import call_items, last_pairs
 from transload.formats.pickle_machine import run
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.sets.merger import Merger
@@ -27,6 +29,8 @@ MAX_METADATA = 512 << 20
 MAX_ITEMS = 20_000
 # torch allows 64. A million dimensions of 2**62 would take hours to multiply out.
 MAX_DIMENSIONS = 64
+# A path of a million steps would take as long to make for each of a million entries.
+MAX_LEVELS = 100
 
 
 def matches(listing: Listing) -> bool:
@@ -45,9 +49,20 @@ def read(merger: Merger) -> Checkpoint:
     merger.format = "dcp"
     merge_items(merger)
     if "meta.pt" in merger.listing.files:  # Lightning's sharded form
-        merger.read("meta.pt", "trainer state", steps=("meta.pt",), required=False)
+        merge_beside(merger, "meta.pt", "trainer state")
         merger.flavour = "Lightning"
     return merger.merged()
+
+
+def merge_beside(merger: Merger, name: str, kind: str) -> None:
+    """Merge a file whose dictionary complements the object, and replaces what has the same key."""
+    checkpoint = merger.read(name, kind, required=False)
+    root = checkpoint.root if checkpoint else None
+    pairs = last_pairs(call_items(root) if type(root) is Call else root.items if type(root) is Dict else [])
+    file = merger.listing.prefix + name
+    added = [Value((key,), node, file, len(merger.tensors)) for node, key, _ in pairs if type(key) in (str, int)]
+    keys = {value.path[0] for value in added}
+    merger.values = [*(value for value in merger.values if value.path[0] not in keys), *added]
 
 
 def merge_items(merger: Merger) -> None:
@@ -106,46 +121,60 @@ def merge_items(merger: Merger) -> None:
                 items.setdefault(file, []).append(item)
     if count > MAX_ITEMS:
         merger.note("dcp-items-unread", f"{count - MAX_ITEMS:,} of {count:,}", METADATA)
+    entries = {name: value for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
+    paths = _paths(fields.get("planner_data"), entries)
     # The tensors found in the items: by name, then by their position in the whole tensor.
     pieces: dict[str, dict[tuple[int, ...], list[Tensor]]] = {}
+    nodes: dict[str, Value] = {}
     for file, file_items in sorted(items.items()):
         try:
-            source = folder.open(prefix + file)
+            source = merger.open_file(prefix + file)
         except CannotReadError as error:
             names = join_names([fqn for fqn, *_ in file_items], 3)
             merger.note("dcp-file-missing", f"{error.what}; {len(file_items):,} entries need it: {names}", file)
             merger.add_missing(file, "rank file")
             continue
-        with closing(source):
-            cut = [fqn for fqn, _, offset, length, _ in file_items if offset + length > source.size]
-            if cut:
-                detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
-                merger.note("dcp-file-cut", detail, file)
-            present = sum(max(0, min(length, source.size - offset)) for _, _, offset, length, _ in file_items)
-            if present > source.size:
-                # Verifying a thousand entries for the same gigabyte would read a terabyte.
-                merger.note("dcp-items-overlap", f"{len(file_items):,} entries together are longer than the file", file)
-                continue
-            opaque: list[str] = []
-            part = prefix + file
-            for fqn, at, offset, length, transformed in file_items:
-                if transformed or looks_like_safetensors(Slice(source, offset, source.size, "")):
-                    opaque.append(fqn)
-                elif offset < source.size:
-                    checkpoint = merger.read_item(Slice(source, offset, length, f"{part} › {fqn}"))
-                    # Two items of one file may both call their storage "0".
-                    tensors = merger.merge(part, checkpoint, steps=(fqn,), shift=offset, label=f"{part}@{offset}")
-                    pieces.setdefault(fqn, {})[at] = tensors
-            if opaque:
-                merger.note("dcp-transformed", f"{len(opaque):,} entries: {join_names(opaque, 3)}", file)
+        cut = [fqn for fqn, _, offset, length, _ in file_items if offset + length > source.size]
+        if cut:
+            detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
+            merger.note("dcp-file-cut", detail, file)
+        present = sum(max(0, min(length, source.size - offset)) for _, _, offset, length, _ in file_items)
+        if present > source.size:
+            # Verifying a thousand entries for the same gigabyte would read a terabyte.
+            merger.note("dcp-items-overlap", f"{len(file_items):,} entries together are longer than the file", file)
+            continue
+        opaque: list[str] = []
+        part = prefix + file
+        for fqn, at, offset, length, transformed in file_items:
+            if transformed or looks_like_safetensors(Slice(source, offset, source.size, "")):
+                opaque.append(fqn)
+            elif offset < source.size:
+                archive = Slice(source, offset, length, f"{part} › {fqn}")
+                checkpoint = merger.read_item(archive)
+                # Two items of one file may both call their storage "0".
+                tensors = merger.merge(
+                    part,
+                    checkpoint,
+                    steps=paths.get(fqn, (fqn,)),
+                    shift=offset,
+                    label=f"{part}@{offset}",
+                    named=(fqn,),
+                )
+                pieces.setdefault(fqn, {})[at] = tensors
+                if any(pickle.main and not pickle.broken for pickle in checkpoint.pickles):
+                    nodes[fqn] = Value(paths.get(fqn, (fqn,)), checkpoint.root, archive.name)
+        if opaque:
+            merger.note("dcp-transformed", f"{len(opaque):,} entries: {join_names(opaque, 3)}", file)
     # Assemble tensors from their pieces, under their own names; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
-    entries = {name: value for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
     incomplete += sorted(listed - entries.keys())
     objects = 0
     for name, entry in entries.items():
         tensor_pieces = pieces.get(name, {})
-        tensor = _assembled(name, _state(entry, "TensorStorageMetadata"), tensor_pieces, merger.noted)
+        path = paths.get(name, (name,))
+        tensor = _assembled(name, path, _state(entry, "TensorStorageMetadata"), tensor_pieces, merger.noted)
+        if tensor is None and name in nodes:
+            merger.values.append(nodes[name]._replace(position=len(whole)))
         whole += [tensor] if tensor else [tensor for tensors in tensor_pieces.values() for tensor in tensors]
         objects += tensor is None
         if tensor is None and not (name in listed and _is_a(entry, "BytesStorageMetadata")):
@@ -188,8 +217,34 @@ def _size(node: object) -> tuple[int, ...] | None:
     return tuple(node) if all(type(size) is int and 0 <= size < 1 << 63 for size in node) else None
 
 
+def _paths(planned: object, names: Iterable[str]) -> dict[str, tuple[Key, ...]]:
+    """The path of each entry in the object that was saved; the name of one without a path is a key of the object.
+
+    The name ``optim.param_groups.0.lr`` stands for ``("optim", "param_groups", 0, "lr")``.
+    """
+    pairs: list[Any] = _pairs(planned)
+    paths: dict[str, tuple[Key, ...]] = {name: path for name, path in pairs if _joins_to(name, path)}
+    taken = {paths.get(name, (name,)) for name in names}
+    inside = any(path[:length] in taken for path in taken for length in range(1, len(path)))
+    return {} if inside else paths  # no entry can be inside another
+
+
+def _joins_to(name: Any, path: Any) -> bool:
+    """Whether a path is one that DCP flattens to this name; a hostile one may be endless."""
+    if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= MAX_LEVELS or type(path[0]) is not str:
+        return False
+    if not all(type(step) is str or (type(step) is int and 0 <= step < 1 << 63) for step in path):
+        return False
+    steps = [str(step) for step in path]
+    return sum(map(len, steps)) < len(name) + 1 and ".".join(steps) == name
+
+
 def _assembled(
-    name: str, fields: dict[str, object], pieces: dict[tuple[int, ...], list[Tensor]], noted: LimitedProblems
+    name: str,
+    path: tuple[Key, ...],
+    fields: dict[str, object],
+    pieces: dict[tuple[int, ...], list[Tensor]],
+    noted: LimitedProblems,
 ) -> Tensor | None:
     """A tensor that ``.metadata`` describes: its only piece under the name of the tensor, or all pieces as parts."""
     shape, raw = _size(fields.get("size")), fields.get("chunks")
@@ -208,12 +263,12 @@ def _assembled(
             continue
         count, numel = count + 1, numel + prod(sizes)
         for part in pieces.get(at, ())[:1]:
-            parts.append(part._replace(path=(name, *at), start=at))
+            parts.append(part._replace(path=(*path, *at), start=at))
             if (part.dtype, part.shape) != (dtype, sizes):
                 detail = f"{part.dtype} {list(part.shape)} where .metadata says {dtype} {list(sizes)}"
                 noted.add("dcp-piece-mismatch", name, detail)
     if len(parts) < count or numel < prod(shape):
         noted.add("dcp-piece-missing", name, f"{len(parts):,} of {count:,} pieces were found")
     if len(parts) == 1 and parts[0].shape == shape:
-        return parts[0]._replace(path=(name,), name=name, start=None)
-    return Tensor((name,), name, dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
+        return parts[0]._replace(path=path, name=name, start=None)
+    return Tensor(path, name, dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))

@@ -16,6 +16,12 @@ from transload.io.sources import Source
 ReadFile = Callable[[str], Checkpoint]
 """Reads a file of a folder, by its name. Bad content is a problem of the checkpoint, never an error."""
 
+OpenFile = Callable[[str], Source]
+"""Opens a file of a folder, by its name, and closes it when the checkpoint is closed; may raise ``CannotReadError``."""
+
+ReadItem = Callable[[Source], Checkpoint]
+"""Reads a checkpoint inside a file. The name of the source is what ``Value.file`` calls it."""
+
 INDEX_SUFFIX = ".index.json"
 # A file named after rank one million would make a million files missing; nobody trains on that many GPUs.
 MAX_RANKS = 100_000
@@ -27,13 +33,14 @@ class Merger(Draft):
 
     Storages of part ``a.bin`` get ids ``a.bin:…`` and ``file="a.bin"``. If it is ``ranked``, the names of its tensors
     begin with ``a.bin``, too: the ranks of a parallel run use the same names. ``listing`` is the folder being read, the
-    top or one below. ``read_file`` reads a file, and ``read_item`` an archive inside one.
+    top or one below. ``read_file`` reads a file, ``open_file`` opens one, and ``read_item`` reads an archive inside it.
     """
 
-    def __init__(self, listing: Listing, read_file: ReadFile, read_item: Callable[[Source], Checkpoint]) -> None:
+    def __init__(self, listing: Listing, read_file: ReadFile, open_file: OpenFile, read_item: ReadItem) -> None:
         super().__init__(listing.folder.name, "sharded", 0)
         self.listing = listing
         self.read_file = read_file
+        self.open_file = open_file
         self.read_item = read_item
         self.noted = LimitedProblems()
         self.ranked = False
@@ -96,18 +103,25 @@ class Merger(Draft):
         return checkpoint
 
     def merge(
-        self, part: str, checkpoint: Checkpoint, *, steps: tuple[Key, ...] = (), shift: int = 0, label: str = ""
+        self,
+        part: str,
+        checkpoint: Checkpoint,
+        *,
+        steps: tuple[Key, ...] = (),
+        shift: int = 0,
+        label: str = "",
+        named: tuple[Key, ...] = (),
     ) -> list[Tensor]:
         """Merge a checkpoint whose bytes begin ``shift`` bytes into the file ``part``; return the new tensors.
 
-        ``label`` replaces ``part`` in the ids of storages and in problems.
+        ``label`` replaces ``part`` in the ids of storages and in problems; ``named`` replaces ``steps`` in names.
         """
-        prefix = label or part
-        tensors = [moved_tensor(tensor, f"{prefix}:", steps, shift) for tensor in checkpoint.tensors]
+        prefix, before = label or part, named or steps
+        tensors = [moved_tensor(tensor, f"{prefix}:", steps, shift, named) for tensor in checkpoint.tensors]
         self.tensors += tensors
-        self.storages += [moved_storage(s, f"{prefix}:", steps, shift, part) for s in checkpoint.storages]
+        self.storages += [moved_storage(s, f"{prefix}:", before, shift, part) for s in checkpoint.storages]
         self.leaves += [
-            Leaf((*steps, *leaf.path), joined(steps, leaf.name), leaf.kind, leaf.text) for leaf in checkpoint.leaves
+            Leaf((*steps, *leaf.path), joined(before, leaf.name), leaf.kind, leaf.text) for leaf in checkpoint.leaves
         ]
         for pickle in checkpoint.pickles:
             pickle.path = (*steps, *pickle.path)

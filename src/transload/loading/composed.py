@@ -1,0 +1,66 @@
+"""Loads a composed checkpoint: its tensors are read in one call, its values built, and both put into one object."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from transload.contents import Value
+from transload.errors import DoesNotFitError
+from transload.loading.build import is_fake_mode
+from transload.loading.handles import DENSE, TensorReader, build_node
+from transload.loading.placement import DeviceMap
+from transload.loading.storages import ReadOptions, read_storages
+from transload.nodes import nested
+
+
+def load_composed(
+    opened: TensorReader, device_map: DeviceMap, options: ReadOptions, trusted: dict[str, Any] | None
+) -> Any:
+    """The object that a composed checkpoint forms.
+
+    ``trusted`` are arguments of ``load_trusted``, which then builds the values; ``None`` if they are not trusted.
+    """
+    import torch
+
+    checkpoint = opened.checkpoint
+    places = checkpoint.places
+    tensors = {tensor.path: tensor for tensor in checkpoint.tensors}
+    leaves: dict[tuple[str | int, ...], Any] = {}
+    jobs = []
+    # torch.serialization.skip_data: tensors are allocated, but not read.
+    skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
+    values = {value.path: value for value in checkpoint.values}
+    for path in places:
+        if path in values:
+            continue
+        tensor = tensors[path]
+        device = device_map.device(tensor.device)
+        if tensor.kind not in DENSE:
+            leaves[path] = opened.read(tensor, (), device)
+            continue
+        opened.check(tensor)
+        try:
+            leaf = leaves[path] = torch.empty(tensor.shape, dtype=opened.dtype_of(tensor), device=device)
+        except RuntimeError as error:
+            what = f"{device} has no memory for its {tensor.nbytes:,} bytes: {error}"
+            raise DoesNotFitError(what, where=f"{checkpoint.path} › {tensor.name}") from error
+        leaf._backward_hooks = OrderedDict()  # noqa: SLF001 - as torch.load leaves it
+        if not (leaf.is_meta or skips or is_fake_mode()):
+            jobs.append((tensor, leaf, ()))
+    opened.fill(jobs, options.settings, options.report_progress)
+    for path, value in values.items():
+        leaves[path] = _built(opened, value, device_map, options, trusted)
+    return nested((path, leaves[path]) for path in places)
+
+
+def _built(
+    opened: TensorReader, value: Value, device_map: DeviceMap, options: ReadOptions, trusted: dict[str, Any] | None
+) -> Any:
+    file = opened.part(value.file)
+    if trusted is None:
+        return build_node(file, value.node, device_map, options)
+    from transload.loading.trusted import load_trusted
+
+    node = None if value.node is file.checkpoint.root else value.node
+    return load_trusted(file, read_storages(file, device_map, options), device_map, node=node, **trusted)

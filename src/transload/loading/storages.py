@@ -1,0 +1,209 @@
+"""Reads storages: each once, into freshly allocated memory, and puts it on its device.
+
+Storages that have the same bytes in the file as in memory, and go to the host or to a CUDA device, are read together by
+the engine. The others are read one by one: those that are compressed, or in the other byte order, or go to a device
+that only torch, or the caller's ``map_location`` function, can copy to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from transload.checkpoint import Storage
+from transload.contents import with_parts
+from transload.errors import BrokenFileError, DoesNotFitError
+from transload.findings import join_names
+from transload.frozen import NamedTuple
+from transload.io.memory import memory_at
+from transload.io.sources import FileSource, Source
+from transload.loading.build import is_fake_mode
+from transload.loading.placement import DeviceMap
+from transload.opening import CheckpointFile, fill
+from transload.opening.jobs import Checksums, ReportProgress, Settings, ShortReadError, can_read_to, file_ends
+
+if TYPE_CHECKING:
+    import torch
+
+    from transload.opening.elements import ElementReader
+
+_ALIGNED = 8  # the alignment that any element, or either half of a complex one, needs in a mapped storage
+_AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
+
+
+class ReadOptions(NamedTuple):
+    """How storages are read."""
+
+    verify: bool = False
+    """Compare every checksum there is."""
+    mapped: bool = False
+    """Map the file instead of reading it, where its bytes are the same as in memory."""
+    report_progress: ReportProgress | None = None
+    settings: Settings = Settings()
+
+
+def read_storages(file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
+    """Read every storage of a checkpoint to its device; return them by id."""
+    reader = _StorageReader(file, device_map, options)
+    storages = file.checkpoint.storages
+    together = reader.together(storages)
+    if len(together) == len(storages):
+        return together
+    return {storage.id: together.get(storage.id) or reader.alone(storage) for storage in storages}
+
+
+class _StorageReader:
+    def __init__(self, file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> None:
+        import torch
+
+        self._new = torch.UntypedStorage  # looked up once, not for each tensor
+        self._file = file
+        self._device_map = device_map
+        self._options = options
+        self._faked = is_fake_mode()
+        # torch.serialization.skip_data: storages are allocated, but not read.
+        self._skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
+        self._map: torch.UntypedStorage | None = None
+        source = file.open("") if options.mapped and file.path else None
+        # The path may lead to another file by now.
+        if isinstance(source, FileSource) and source.size and source.is_same_file(file.path):
+            # Whether the program has set torch's mmap options so that writes go to the file.
+            mmap_options = getattr(torch.serialization, "get_default_mmap_options", None)
+            shared = False
+            if mmap_options is not None and sys.platform != "win32":
+                from mmap import MAP_SHARED
+
+                shared = bool(mmap_options() == MAP_SHARED)
+            # Mapping fails without mmap or address space, or if the file was just truncated: reading reports which.
+            with suppress(RuntimeError):
+                self._map = torch.UntypedStorage.from_file(file.path, shared, source.size)
+        # The byte order if the archive does not say: little, unless the program has set another default in torch.
+        self._big_endian = False
+        default_order = getattr(torch.serialization, "get_default_load_endianness", None)
+        is_unstated = file.checkpoint.traits.container == "zip" and "byteorder" not in dict(file.checkpoint.facts)
+        if is_unstated and default_order is not None:
+            default = default_order()
+            named = "little" if default is None else str(default.name).lower()
+            self._big_endian = (sys.byteorder if named == "native" else named) == "big"
+
+    @cached_property
+    def _content(self) -> ElementReader:
+        from transload.opening.elements import ElementReader
+
+        return ElementReader(self._file.checkpoint, self._file.open)
+
+    def together(self, storages: Sequence[Storage]) -> dict[str, torch.UntypedStorage]:
+        """Read all storages that have the same bytes in the file as in memory, in one call; return them by id."""
+        if self._faked or self._skips or self._map is not None:
+            return {}
+        planned = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
+        devices = {tag: device for tag, device in planned.items() if can_read_to(device.partition(":")[0])}
+        big = sys.byteorder == "big"
+        plain = [
+            each
+            for each in storages
+            if each.device in devices
+            and each.offset is not None
+            and 0 < each.nbytes <= each.stored
+            and (each.big_endian or self._big_endian) == big
+            and not each.compressed
+        ]
+        return self._read(plain, devices) if plain else {}
+
+    def _read(self, storages: Sequence[Storage], devices: Mapping[str, str]) -> dict[str, torch.UntypedStorage]:
+        """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is truncated or damaged."""
+        sources: dict[str, Source] = {}
+        for storage in storages:
+            if storage.file not in sources:
+                packed = self._content.unpacked(storage) if storage.compressed else None
+                if storage.compressed and (packed is None or packed.size != storage.nbytes):
+                    raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
+                sources[storage.file] = packed or self._file.open(storage.file)
+        ranges = [(sources[each.file], each.offset or 0, each.nbytes, devices[each.device]) for each in storages]
+        targets: dict[int, torch.UntypedStorage] = {}
+
+        def address_of(index: int) -> int:
+            target = targets[index] = self._empty(storages[index], ranges[index][3])
+            return target.data_ptr()  # type: ignore[no-any-return]
+
+        options = self._options
+        checksums = Checksums() if options.verify else None
+        try:
+            fill(ranges, address_of, options.settings, options.report_progress, checksums)
+        except ShortReadError as end:
+            storage = storages[end.request]
+            raise self._lost(storage, file_ends(storage.nbytes - end.received)) from end
+        except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
+            raise self._lost(storages[0], error.what, "are damaged") from error
+        if checksums is not None:
+            for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
+                self._check_sum(storage, value)
+        return {storage.id: targets[index] for index, storage in enumerate(storages)}
+
+    def alone(self, storage: Storage) -> torch.UntypedStorage:
+        """Map a storage, or read it by itself, and put it on its device."""
+        if self._faked or self._device_map.planned_device(storage.device) == "meta":
+            untyped = self._new(storage.nbytes, device="meta")
+            if storage.offset is not None:
+                untyped._checkpoint_offset = storage.offset  # noqa: SLF001 - as torch.load leaves it
+            if self._faked and self._file.checkpoint.traits.container != "stream":  # where torch forgets the device
+                untyped._fake_device = storage.device  # noqa: SLF001 - the same
+            return untyped
+        if self._skips or not storage.nbytes:
+            return self._device_map.put(self._empty(storage), storage.device)
+        is_swapped = (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
+        # Where its bytes begin, if the file has all of them, and not compressed.
+        start = None if storage.compressed or storage.stored < storage.nbytes else storage.offset
+        if self._map is not None and start is not None and start % _ALIGNED == 0 and not is_swapped:
+            loaded: torch.UntypedStorage = self._map[start : start + storage.nbytes]
+            if self._options.verify:
+                from zlib import crc32
+
+                self._check_sum(storage, crc32(memory_at(loaded.data_ptr(), loaded.nbytes())))
+            if self._options.report_progress is not None:
+                self._options.report_progress(storage.nbytes)
+        elif start is not None or storage.compressed:
+            loaded = self._read([storage], {storage.device: "cpu"})[storage.id]
+        else:
+            raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
+        if is_swapped:
+            from transload.opening.elements import component, swap_bytes
+
+            memory = memory_at(loaded.data_ptr(), loaded.nbytes())
+            swap_bytes(memory, component(self._dtypes.get(storage.id, storage.dtype)))
+        return self._device_map.put(loaded, storage.device)
+
+    @cached_property
+    def _dtypes(self) -> dict[str | None, str]:
+        """The dtype of the first tensor of each storage, since storage classes lack the newer dtypes."""
+        tensors = [part for tensor in self._file.checkpoint.tensors for part in with_parts(tensor)]
+        return {tensor.storage: tensor.dtype for tensor in reversed(tensors)}
+
+    def _empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
+        try:
+            return self._new(storage.nbytes) if device == "cpu" else self._new(storage.nbytes, device=device)
+        except RuntimeError as error:
+            what = f"there is no memory for {_named(self._file, storage)}: {storage.nbytes:,} bytes"
+            fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
+            raise DoesNotFitError(what, where=self._file.checkpoint.path, fix=fix) from error
+
+    def _check_sum(self, storage: Storage, value: int) -> None:
+        if storage.crc32 is not None and value != storage.crc32:
+            raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "have changed")
+
+    def _lost(self, storage: Storage, detail: str, how: str = "are incomplete") -> BrokenFileError:
+        what = f"the bytes of {_named(self._file, storage)} {how}: {detail}"
+        return BrokenFileError(what, where=self._file.checkpoint.path, fix=_AGAIN)
+
+
+def _named(file: CheckpointFile, storage: Storage) -> str:
+    names = storage.tensors
+    for pickle in file.checkpoint.pickles if file.checkpoint.counted else ():  # its tensors were only counted
+        from transload.formats.graph import StorageTable, find_tensors
+
+        storages = find_tensors(pickle.root, StorageTable()).storages
+        names = next((other.tensors for other in storages if other.key == storage.key), names)
+    return join_names([name or "the root" for name in names], 4) or f"storage {storage.key}"
