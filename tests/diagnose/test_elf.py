@@ -194,14 +194,6 @@ def test_symbols_of_torch_are_defined_in_its_own_libraries() -> None:
     assert torch_library("libc10.so").not_defined(unknown) == unknown
 
 
-@each("name", ["libtorch_python.so", "libtorch_cpu.so"])
-def test_undefined_symbols_are_the_same_without_a_hash_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    elf = torch_library(name)
-    with_hash_table = elf.undefined()
-    monkeypatch.setattr(elf_module, "_GNU_HASH", -1)  # as if there were none
-    assert elf.undefined() == with_hash_table
-
-
 # -- GPU code
 
 

@@ -188,7 +188,8 @@ def test_unknown_distribution_gets_advice_without_an_install_command() -> None:
 def test_every_section_of_the_steps_table_is_used() -> None:
     folder = Path(fixes.__file__).parent
     code = "".join(path.read_text(encoding="utf-8") for path in (*folder.glob("rules/*.py"), Path(fixes.__file__)))
-    composed = ("Driver: ", "Start: ", "N01 ", "R01", "CUDA_VISIBLE_DEVICES")  # names that the code composes
+    composed = tuple(f"{part}: " for part in ("Driver", "Start", "Install", "Remove", "List"))
+    composed += ("N01 ", "R01", "CUDA_VISIBLE_DEVICES")  # the code composes these names
     assert [name for name in sections() if f'"{name}"' not in code and not name.startswith(composed)] == []
 
 

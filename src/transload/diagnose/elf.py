@@ -13,11 +13,11 @@ import stat
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, wraps
+from functools import wraps
 from itertools import islice, takewhile
 from operator import itemgetter
-from struct import Struct, iter_unpack, unpack, unpack_from
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from struct import Struct, unpack, unpack_from
+from typing import Concatenate, ParamSpec, TypeVar
 
 from transload.frozen import NamedTuple, replace
 from transload.machine import Unknown
@@ -46,7 +46,7 @@ _MOST_READS = 1 << 18  # take half a second; the fatbins of libtorch_cuda need f
 _SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
 _DEFINITION = Struct("<HHHHIII")
-_STRINGS_SIZE, _GNU_HASH, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFEF5, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
+_STRINGS_SIZE, _VERSIONS, _DEFINITIONS, _NEEDS = 10, 0x6FFFFFF0, 0x6FFFFFFC, 0x6FFFFFFE
 _WEAK = 2
 _ANY = 1  # The version number of symbols without a version.
 
@@ -201,7 +201,7 @@ class Elf:
             place = int.from_bytes(file.read_exactly(start + aux, 4), "little")
             definitions[index & 0x7FFF] = file.c_string(self.offset(_STRINGS) + place)
         versions: dict[str, set[str | None]] = {"": {*definitions.values()} or {""}}
-        for name, _, number in self._symbols(file, defined=True, names=names) if names else ():
+        for name, _, number in self._symbols(file, defined=True) if names else ():
             if name in names:
                 versions.setdefault(names[name], set()).add(definitions.get(number) if number > _ANY else "")
         given = ((need, versions.get(need.name)) for need in wanted)
@@ -245,35 +245,18 @@ class Elf:
                 yield start, min(length, max(file.size - start, 0))
 
     def _symbols(
-        self, file: _File, *, defined: bool, names: Iterable[bytes] = (), versions: Container[int] | None = None
+        self, file: _File, *, defined: bool, versions: Container[int] | None = None
     ) -> Iterator[tuple[bytes, bool, int]]:
-        """The defined or undefined symbols, of all or some ``versions``: name, whether it is weak, and its version.
-
-        With ``names``, symbols with other names may be left out.
-        """
+        """The defined or undefined symbols, of all or some ``versions``: name, whether it is weak, and its version."""
         start, size = next(self._sections(file, [".dynsym"]), (0, 0))
         if not start:
             raise _MalformedError("it has no table of symbols")
         count = min(size // _SYMBOL.size, _MOST_SYMBOLS)
-        # The loader's hash table ends with the hash of each symbol from ``first`` on, except for the lowest bit; in an
-        # empty table ``first`` is 1. A library's undefined symbols come before ``first``, a program's may be anywhere.
-        # Without the table, a check takes 10 % longer.
-        table = self.offset(_GNU_HASH)
-        buckets, first, words, _ = unpack("<4I", file.read_exactly(table, 16)) if table >= 0 else (0, 0, 0, 0)
-        if not defined and first > 1 and not self.interpreter:
-            count = min(count, first)
         at = self.offset(_VERSIONS)
         numbers = unpack(f"<{count}H", file.read_exactly(at, 2 * count)) if at >= 0 else (_ANY,) * count
         strings = file.read(self.offset(_STRINGS), min(self.dynamic.get(_STRINGS_SIZE, 0), _LONGEST_STRINGS))
-        symbols = file.read_exactly(start, count * _SYMBOL.size)
-        chosen: Iterable[tuple[Any, int]] = zip(_SYMBOL.iter_unpack(symbols), numbers, strict=True)
-        if names and table >= 0:
-            wanted = {_gnu_hash(name) ^ bit for name in names for bit in (0, 1)}
-            hashes = file.read(table + 16 + 8 * words + 4 * buckets, 4 * max(count - first, 0))
-            every = enumerate(iter_unpack("<I", hashes[: len(hashes) // 4 * 4]), first)
-            indices = [index for index, (value,) in every if value in wanted]
-            chosen = ((_SYMBOL.unpack_from(symbols, index * _SYMBOL.size), numbers[index]) for index in indices)
-        for (place, info, section), number in chosen:
+        symbols = _SYMBOL.iter_unpack(file.read_exactly(start, count * _SYMBOL.size))
+        for (place, info, section), number in zip(symbols, numbers, strict=True):
             if (section != 0) == defined and (versions is None or number & 0x7FFF in versions):
                 end = strings.find(b"\0", place, place + _LONGEST_NAME)
                 if end > place:
@@ -288,15 +271,6 @@ def _linked(file: _File, at: int, layout: Struct) -> Iterator[tuple[int, tuple[i
         if not entry[-1]:
             break
         at += entry[-1]
-
-
-@lru_cache(maxsize=1 << 14)
-def _gnu_hash(name: bytes) -> int:
-    """The hash of a name in ``DT_GNU_HASH``."""
-    value = 5381
-    for byte in name:
-        value = value * 33 + byte & 0xFFFFFFFF
-    return value
 
 
 @_with_file

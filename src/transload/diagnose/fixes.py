@@ -419,23 +419,18 @@ def jetson_torch(machine: Machine) -> Steps:
     return install(machine, "torch", index=index, force=True)
 
 
-def conda(machine: Machine, *names: str, force: bool = False) -> Steps:
-    """Install packages from conda-forge."""
-    wanted = " ".join(names)
-    if machine.python.tool == "pixi":
-        again = ("pixi clean", "pixi install") if force else ()
-        return tuple(map(command, (f"pixi add {wanted}", *again)))
-    force_option = " --force-reinstall" if force else ""
-    return (command(f"conda install{_prefix(machine)} -c conda-forge{force_option} {wanted}"),)
+def _by_tool(machine: Machine, action: str, tool: str, *names: str, force: bool = False, **values: object) -> Steps:
+    """The section of ``steps.md`` for an action with a tool for Python packages."""
+    python = machine.python
+    values |= {"python": quote(python.executable or "python"), "no_pip": not python.pip, "names": " ".join(names)}
+    values["prefix"] = f" -p {quote(python.prefix)}" if python.prefix else ""
+    values["again"] = " --force-reinstall" if force and tool != "uv" else " --reinstall" if force else ""
+    return steps(machine, f"{action}: {tool}", **values)
 
 
-def conda_list(machine: Machine, pattern: str) -> Step:
-    """List the conda packages in this environment whose names contain a pattern."""
-    return command(f"{'pixi list' if machine.python.tool == 'pixi' else f'conda list{_prefix(machine)}'} {pattern}")
-
-
-def _prefix(machine: Machine) -> str:
-    return f" -p {quote(machine.python.prefix)}" if machine.python.prefix else ""
+def conda(machine: Machine, *names: str, action: str = "Install", force: bool = False) -> Steps:
+    """Install packages from conda-forge, or do something else with them."""
+    return _by_tool(machine, action, "pixi" if machine.python.tool == "pixi" else "conda", *names, force=force)
 
 
 def _conda_names(requirements: Names) -> Names:
@@ -458,23 +453,14 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     tool, project = _tools(machine)
     if tool in CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return conda(machine, *names, force=force)
-    wanted = " ".join(map(quote, requirements))
-    plain = not any(text.startswith("-") for text in requirements)  # options of pip, which a project's tool lacks
-    if project and plain and not index and not force:
-        return (command(f"{project} add {wanted}"),)
-    python = quote(machine.python.executable or "python")
-    wanted += f" --index-url {index}" if index else ""
-    again = " --force-reinstall" if force else ""
-    if tool == "uv":
-        lines: Steps = (command(f"uv pip install --python {python}{' --reinstall' if force else ''} {wanted}"),)
-    elif machine.python.externally_managed:
-        shared = " --system-site-packages" if "--no-deps" in requirements else ""  # which has torch
-        return steps(machine, "A Python of the system", python=python, shared=shared, wanted=f"{again} {wanted}")
-    else:
-        lines = _pip(machine, f"install{again} {wanted}")
-    if not project or not index:
-        return lines
-    return (*lines, f"Name that version and index in pyproject.toml as well, or {project} undoes it at the next sync.")
+    wanted = [*map(quote, requirements), *(("--index-url", index) if index else ())]
+    plain = not any(text.startswith("-") for text in wanted)  # options of pip, which a project's tool lacks
+    if project and plain and not force:
+        return (command(f"{project} add {' '.join(wanted)}"),)
+    tool = "uv" if tool == "uv" else "system" if machine.python.externally_managed else "pip"
+    shared = " --system-site-packages" if "--no-deps" in requirements else ""  # which has torch
+    undoing = project if index and tool != "system" else ""
+    return _by_tool(machine, "Install", tool, *wanted, force=force, shared=shared, undoing=undoing)
 
 
 def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Steps:
@@ -486,23 +472,14 @@ def reinstall_conda_libraries(machine: Machine, *libraries: str) -> Steps:
 
 def uninstall(machine: Machine, *packages: str) -> Steps:
     """Remove Python packages from the examined environment."""
-    (tool, project), listed = _tools(machine), " ".join(packages)
+    tool, project = _tools(machine)
     if machine.python.externally_managed:
         return ()
     if tool in CONDAS and (names := _conda_names(packages)):
-        remove = "pixi remove" if tool == "pixi" else f"conda remove --force{_prefix(machine)}"
-        return (command(f"{remove} {' '.join(names)}"),)
+        return conda(machine, *names, action="Remove")
     if project and project != "uv":
-        return (command(f"{project} remove {listed}"),)
-    if tool == "uv":
-        return (command(f"uv pip uninstall --python {quote(machine.python.executable or 'python')} {listed}"),)
-    return _pip(machine, f"uninstall -y {listed}")
-
-
-def _pip(machine: Machine, arguments: str) -> Steps:
-    python = quote(machine.python.executable or "python")
-    ensure = () if machine.python.pip else ("ensurepip",)
-    return tuple(command(f"{python} -m {module}") for module in (*ensure, f"pip {arguments}"))
+        return (command(f"{project} remove {' '.join(packages)}"),)
+    return _by_tool(machine, "Remove", "uv" if tool == "uv" else "pip", *packages)
 
 
 def _tools(machine: Machine) -> tuple[str, str]:
@@ -528,7 +505,7 @@ _FUNCTIONS: dict[str, Callable[..., Steps | Step | str]] = {
     function.__name__: function
     for function in (
         *(reboot, initramfs, install_driver, start_with_gpu, smi, unset, set_variable),
-        *(install, uninstall, install_wheel, jetson_torch, install_package, conda_list),
+        *(install, uninstall, install_wheel, jetson_torch, install_package),
     )
 }
 """The functions that a section of ``steps.md`` may name."""

@@ -345,7 +345,8 @@ def mixed_libraries(m: Case) -> Matches:
         packages = sorted({lib.package for lib in from_conda if lib.package})
         pip = f"pip installed {', '.join(packages)}" if packages else ""
         evidence = (torch_says(m.import_error), *map(_line, from_conda[:4]), pip)
-        yield "L07", Match(evidence, severity="error" if broken else "note", likely=broken)
+        fix = m.steps("L07", packages=fixes.conda(m, "cuda", action="List"))
+        yield "L07", Match(evidence, fix, severity="error" if broken else "note", likely=broken)
 
     if shared := [overlap for overlap in libraries.overlaps if ".so" in overlap or ".dll" in overlap]:
         named = (part.split() for overlap in shared for part in overlap.partition(": ")[2].split(","))
