@@ -56,9 +56,6 @@ class Finding(Plain):
 
     Commands in ``fix`` begin with ``$ ``, and lines to copy into a file or a program with ``| ``. Each of ``places`` is
     a record, a byte or a key, outermost first: ``"data.pkl › byte 1234"``.
-
-    >>> Finding("cuda-tags", "note", "tensors are tagged cuda:0", fix=("pass map_location",)).code
-    'cuda-tags'
     """
 
     code: str
@@ -88,13 +85,7 @@ LONGEST_TEXT = 2000
 
 
 class LimitedProblems:
-    """Collects problems, at most ``MOST_OF_A_KIND`` of each code; the rest are only counted.
-
-    >>> problems = LimitedProblems()
-    >>> problems.add("shard-missing", "a.bin", "it is missing")
-    >>> [problem.where for problem in problems.problems()]
-    ['a.bin']
-    """
+    """Collects problems, at most ``MOST_OF_A_KIND`` of each code; the rest are only counted."""
 
     def __init__(self) -> None:
         self._kept: list[Problem] = []

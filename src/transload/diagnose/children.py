@@ -366,9 +366,6 @@ def in_fork(questions: Sequence[Callable[[], str]], seconds: float) -> tuple[str
 
     A call into a broken driver may never return. A process that waits inside a kernel driver cannot be killed, and a
     thread that does so keeps its process from ending; a forked child can be left behind.
-
-    >>> in_fork([lambda: "yes", lambda: "no"], 5.0)
-    ('yes', 'no')
     """
     if not questions:
         return ()

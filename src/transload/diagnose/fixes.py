@@ -434,11 +434,7 @@ def conda(machine: Machine, *names: str, action: str = "Install", force: bool = 
 
 
 def _conda_names(requirements: Names) -> Names:
-    """The names of PyPI's packages on conda-forge; nothing if one of them may not exist there.
-
-    >>> _conda_names(("--no-deps", "torch==2.5.1", "nvidia-cudnn-cu12==9.1.0.70")), _conda_names(("mmcv",))
-    (('pytorch=2.5.1', 'cudnn'), ())
-    """
+    """The names of PyPI's packages on conda-forge; nothing if one of them may not exist there."""
     packages = tables.table("packages")["conda_forge"]
     parts = [text.partition("==") for text in requirements if text not in ("--no-deps", "--upgrade")]
     if not all(name in packages for name, _, _ in parts):

@@ -304,12 +304,7 @@ Seen = tuple[State, str]  # The state of a layer, and a line about it. ``idle``:
 
 
 def chain(machine: Machine) -> dict[str, Seen]:
-    """The layers of a machine with their states, in order, without those that it does not have.
-
-    >>> from transload.machine import Machine
-    >>> list(chain(Machine()))[:2]
-    ['hardware', 'variables']
-    """
+    """The layers of a machine with their states, in order, without those that it does not have."""
     python, torch, first, run = machine.python, machine.torch, machine.torch.first, machine.torch_run
     around, kernel, cuda = machine.surroundings, machine.kernel, machine.driver.cuda
     seen: dict[str, Seen] = {}
@@ -524,11 +519,7 @@ def facts(machine: Machine) -> Iterator[Block]:
 
 
 def source_of(name: str) -> str:
-    """Where the fact of that name comes from.
-
-    >>> source_of("kernel.gpus[0].model"), source_of("kernel.version")
-    ('/proc/driver/nvidia/gpus', '/sys/module/nvidia, /proc/driver/nvidia/version')
-    """
+    """Where the fact of that name comes from."""
     section, field, *_ = (*name.replace("[", ".").split("."), "")
     sources = table("facts")["sections"][section]
     return str(sources.get("fields", {}).get(field) or sources["source"])

@@ -172,15 +172,7 @@ class InPlaceFile(DescriptorFile):
 
 
 class AtomicFile(InPlaceFile):
-    """A file that replaces the target when all of it has reached the disk.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with AtomicFile(f"{folder}/a") as file:
-    ...         _ = os.write(file.descriptor, b"whole")
-    ...     os.listdir(folder)
-    ['a']
-    """
+    """A file that replaces the target when all of it has reached the disk."""
 
     _hidden = ""
     descriptor = -1
@@ -360,11 +352,7 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
 
 
 def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWriteError:
-    """Our error for an ``OSError``; ``outcome`` says what happened to the file.
-
-    >>> isinstance(cannot_write(OSError(2, "No such file or directory"), "absent/x.pt"), FileNotFoundError)
-    True
-    """
+    """Our error for an ``OSError``; ``outcome`` says what happened to the file."""
     if isinstance(error, CannotWriteError):
         return error
     reason = _REASONS.get(error.errno or 0)

@@ -456,12 +456,7 @@ def _extension(process: Process | None, install: TorchInstall | None, dist: Dist
 
 
 def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[str]:
-    """The library that bitsandbytes loads: the one for torch's CUDA, else the nearest of the same major version.
-
-    >>> paths = [f"/b/libbitsandbytes_cuda{number}.so" for number in (118, 126, 128, 130)]
-    >>> _bitsandbytes_library(paths, TorchInstall("", cuda="12.7"))
-    ['/b/libbitsandbytes_cuda126.so']
-    """
+    """The library that bitsandbytes loads: the one for torch's CUDA, else the nearest of the same major version."""
     kind, wanted = ("rocm", install.hip) if install.hip else ("cuda", install.cuda) if install.cuda else ("cpu", "")
     fitting = {match[2]: match[0] for match in map(_BITSANDBYTES.fullmatch, paths) if match and match[1] == kind}
     if kind == "cpu":

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from transload import machine as facts
-from transload.diagnose import tables
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, int_or, memory, pairs
 from transload.diagnose.tables import cuda_text, is_listed, table
+from transload.diagnose.tables import variables as listed_variables
 from transload.frozen import NamedTuple
 from transload.machine import AMD, NVIDIA, Unknown
 
@@ -248,7 +248,7 @@ _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that do 
 
 def variables(host: Host) -> facts.Variables:
     """The values that may be shown, and where those that can break CUDA or torch are set: ``/etc/environment:3``."""
-    deciding, shown, files = tables.variables()
+    deciding, shown, files = listed_variables()
     values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
     names = deciding & values.keys()
     # NAME= of shells, systemd and Dockerfiles, setenv NAME, set -gx NAME, NAME DEFAULT= of PAM
@@ -592,13 +592,6 @@ _PROPERTY = r"^(simd_count|gfx_target_version|location_id|domain) (\d{1,12})$"
 # Integrated graphics of AMD: Raven, Renoir, Van Gogh, Rembrandt, Raphael, Phoenix, Strix.
 _APU = re.compile(r"gfx(?:90[29c]|103[3567]|1103|115\d)")
 _INTEL, _HABANA, _GOOGLE = 0x8086, 0x1DA3, 0x1AE0
-_DEVICES = (
-    (re.compile(r"davinci\d+"), "npu", "Huawei Ascend"),
-    (re.compile(r"hl\d+"), "hpu", "Intel Gaudi"),
-    (re.compile(r"neuron\d+"), "neuron", "AWS Neuron"),
-    (re.compile(r"cambricon_dev\d+"), "mlu", "Cambricon MLU"),
-    (re.compile(r"mtgpu\.\d+"), "musa", "Moore Threads"),
-)
 
 
 def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator, ...]:
@@ -637,8 +630,8 @@ def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator,
 
     # Others by the nodes that their drivers create, or by the bus if their vendor makes nothing else.
     names = host.listdir("/dev") or ()
-    for pattern, kind, name in _DEVICES:
-        if count := sum(bool(pattern.fullmatch(node)) for node in names):
+    for kind, (name, pattern) in table("chips")["other_nodes"].items():
+        if count := sum(bool(re.fullmatch(pattern, node)) for node in names):
             listed.append(facts.Accelerator(kind, name, f"{count} in /dev", usable=True))
     for card in cards:
         if card.vendor == _HABANA and not any(node.startswith("hl") for node in names):

@@ -642,14 +642,6 @@ _STICKY = r"device-side assert|illegal memory access|unspecified launch failure|
 _ENOUGH = 1 << 30  # free bytes that suffice for a small tensor: a context takes half of them
 _MODULE = re.compile(r"No module named '(?P<name>[\w.]+)'")
 _WORK = ("kernel", "matmul", "convolution")
-_STEPS = {
-    "available": "torch.cuda.is_available() fails",
-    "count": "torch.cuda.device_count() fails",
-    "kernel": "the first kernel of torch fails",
-    "matmul": "a matrix product fails on the GPU",
-    "convolution": "a convolution fails on the GPU",
-    "cpu": "torch cannot compute even on the CPU",
-}
 
 
 @rules("run", "S06", "S05", "X06", "X05", "X07")
@@ -764,11 +756,10 @@ def torch_without_gpu(m: Case) -> Matches:
 @rules("run", "X12", symptom=True)
 def failed_step(m: Case) -> Matches:
     """A step after the import fails, on a machine whose driver works, or on the CPU."""
-    work = m.failed(*_STEPS)
+    work = m.failed("available", "count", *_WORK, "cpu")
     if work and m.torch_run.answer.state not in ("hung", "crashed"):
         wrong = work.name in _WORK and "the result is" in work.error
-        fix = m.steps("X12 wrong") if wrong else m.steps("X12", what=_STEPS[work.name])
-        yield "X12", Match(_lines(work.error), fix)
+        yield "X12", Match(_lines(work.error), m.steps("X12 wrong" if wrong else f"X12 {work.name}"))
 
 
 @rules("run", "X13", symptom=True)

@@ -174,13 +174,7 @@ def chips() -> dict[int, Chip]:
 
 
 def chip_of(device_id: int) -> Chip | None:
-    """The chip of a PCI device id of vendor 0x10de; ``None`` if it is unknown.
-
-    >>> chip_of(0x2204)
-    Chip(code='GA102', generation='Ampere', capability=(8, 6), inferred=False)
-    >>> chip_of(0x2209).inferred, chip_of(0x22A0)
-    (True, None)
-    """
+    """The chip of a PCI device id of vendor 0x10de; ``None`` if it is unknown."""
     by_device = chips()
     if device_id in by_device:
         return by_device[device_id]
@@ -392,9 +386,6 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
     """Every build of a release for a platform, those with CUDA first; none if the table lacks it.
 
     The release is ``2.13.0``, ``2.13.0+cu130``, or ``2.13`` for its newest.
-
-    >>> [build.build for build in index_builds("2.15.0")]
-    ['cu126', 'cu130', 'cu132', 'cpu', 'xpu']
     """
     wanted, rows = numbers_of(torch_version), _rows()
     same = (release for release in reversed(rows) if wanted and numbers_of(release)[: len(wanted)] == wanted)
@@ -421,11 +412,7 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
 
 
 def build_of(torch_version: str, platform: str, build: str = "") -> Build | None:
-    """One build by its name; without a name the one that a plain ``pip install torch==…`` installs from PyPI.
-
-    >>> build_of("2.15", "linux-x86_64", "cu126").archs[0], build_of("2.15.0", "windows").build
-    ('sm_50', 'cpu')
-    """
+    """One build by its name; without a name the one that a plain ``pip install torch==…`` installs from PyPI."""
     builds = index_builds(torch_version, platform)
     return next((candidate for candidate in builds if (candidate.build == build if build else candidate.on_pypi)), None)
 
@@ -469,15 +456,6 @@ def choose_wheel(
     unknown if that is 0 and ``driver`` is not a version. ``torch`` limits the choice to one of ``releases()``.
     ``driver_sees_cards`` means that the driver itself listed the cards, so that it supports them whatever the tables
     say.
-
-    >>> from functools import partial
-    >>> choose = partial(choose_wheel, platform="linux-x86_64", python=(3, 12))
-    >>> choice = choose(driver="580.65.06", capabilities=((6, 1),))
-    >>> choice.torch_version, choice.index_url
-    ('2.15.0', 'https://download.pytorch.org/whl/cu126')
-    >>> choice = choose(driver="550.54.14", capabilities=((12, 0),))
-    >>> choice.direction, choice.needs_driver, choice.torch_version, choice.build
-    ('newer', '570', '2.11.0', 'cu128')
     """
     cards = tuple(sorted(set(capabilities)))
     driver = driver if numbers_of(driver) else ""
