@@ -17,7 +17,7 @@ from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload.converting import convert, parts
 from transload.errors import CannotReadError, ContentError, ConvertError, OverflowRefusedError, UsageError
-from transload.formats.graph import Budget
+from transload.formats.tensors import Budget
 from transload.nodes import Call, Global
 from transload.opening import inspect
 

@@ -9,7 +9,7 @@ from tests.each import each
 
 from transload.checkpoint import Record
 from transload.formats import graph
-from transload.formats.graph import Budget, StorageTable
+from transload.formats.tensors import Budget, StorageTable
 from transload.nodes import Call, Dict, Global, Persistent
 
 V2 = Global("torch._utils", "_rebuild_tensor_v2", 0)

@@ -20,7 +20,7 @@ from tests.release import RELEASE
 
 from transload.checkpoint import Checkpoint
 from transload.formats.pickle_machine import run
-from transload.formats.rebuild_facts import RebuildReader
+from transload.formats.tensors import RebuildReader
 from transload.judge.names import SHADOWED, TORCH_DEFAULT
 from transload.judge.safety import _REBUILDS, check_call, judge_pickles
 from transload.nodes import REBUILDS, Call, Dict, Global

@@ -1,21 +1,20 @@
 """The tensors, storages and values in the graph of a pickle.
 
-``find_tensors`` walks a graph. Calls of torch's rebuild functions are read by ``rebuild_facts``; a ``StorageTable``
-resolves persistent ids; a ``Budget`` bounds what a hostile graph can cost.
+``find_tensors`` walks a graph. ``tensors`` reads the calls of torch's rebuild functions, resolves persistent ids, and
+bounds what a hostile graph can cost.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from itertools import repeat
 from typing import Any
 
-from transload.checkpoint import Key, Leaf, Record, Storage, Tensor
-from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES
+from transload.checkpoint import Key, Leaf, Storage, Tensor
 from transload.findings import LimitedProblems, Problem
+from transload.formats.tensors import Args, BadTensor, Place, RebuildReader, StorageTable, TooMuch
 from transload.frozen import NamedTuple
-from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Pickle, Set, called, scalar, short
+from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Set, called, short
 
 # Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels.
 MAX_DEPTH = 1000
@@ -23,11 +22,8 @@ MAX_DEPTH = 1000
 MAX_LEAVES = 10_000
 # Keys and values of a module; looking for three names in a shared dictionary must stay cheap.
 _MAX_ATTRIBUTES = 2000
-_MAX_SHOWN = 120
 
-Locate = Callable[[str, int], Record | None]
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
-_NO_RECORD = Record("", None, 0, 0)
 
 
 def short_key(key: object) -> Key:
@@ -74,137 +70,6 @@ def leaf_kind(node: object) -> str:
     return type(node).__name__ if node is not None else "None"
 
 
-class TooMuch(Exception):  # noqa: N818 - a signal between the walk and its parts, never seen outside
-    """A file asks for more work than its size can justify; the text says what."""
-
-
-class Budget:
-    """What reading a graph may cost beyond its own size.
-
-    A graph can share an object under any number of names for two bytes each. The first visit to an object is paid for
-    by the bytes that made it; further visits are counted, and so is the text of all names, since a long key near the
-    root is part of every name below it.
-    """
-
-    MAX_REPEATS = 50_000
-    MAX_NAMES = 128 << 20
-
-    def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._repeats = 0
-        self._names = 0
-
-    def seen(self, ident: int) -> bool:
-        """Return whether an object was seen before, and mark it as seen."""
-        if ident in self._seen:
-            self.repeat()
-            return True
-        self._seen.add(ident)
-        return False
-
-    def was_seen(self, ident: int) -> bool:
-        """Return whether an object was seen before, at no cost: it is not visited again."""
-        return ident in self._seen
-
-    def spend(self, size: int, *, again: bool) -> None:
-        """Pay for a name of that size; ``again`` if its object was seen before."""
-        self._names += size
-        if self._names > self.MAX_NAMES:
-            raise TooMuch(f"its names add up to more than {self.MAX_NAMES >> 20} MiB")
-        if again:
-            self.repeat()
-
-    def repeat(self, count: int = 1) -> None:
-        """Pay for further visits to objects."""
-        self._repeats += count
-        if self._repeats > self.MAX_REPEATS:
-            raise TooMuch(f"its objects are shared under more than {self.MAX_REPEATS:,} further names")
-
-
-class StorageTable:
-    """The storages seen so far, by key. ``locate`` finds the record of one by its key and size, or returns ``None``.
-
-    Each key counts once: torch restores a storage when it is first used, and shares it afterwards. Without ``locate``,
-    all bytes count as stored, at an unknown offset.
-    """
-
-    def __init__(self, locate: Locate | None = None, *, big_endian: bool = False) -> None:
-        self._locate = locate or (lambda _, nbytes: Record("", None, nbytes, nbytes))
-        self._big_endian = big_endian
-        self.storages: dict[str, Storage] = {}
-        self.users: defaultdict[str, list[str]] = defaultdict(list)  # the names of the tensors over each
-        self.noted = LimitedProblems()
-        self.budget = Budget()
-        self._seen: dict[int, tuple[Storage, int, str] | None] = {}
-        self._views: dict[str, tuple[str, int, int]] = {}
-
-    def enter(self, nodes: Iterable[Persistent]) -> None:
-        """Add the storages of a pickle, in the order in which it names them."""
-        storages, locate, seen = self.storages, self._locate, self._seen
-        for node in nodes:
-            seen[id(node)] = None  # and stays so if the id is odd
-            pid: Any = node.id
-            if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] not in ("storage", b"storage"):
-                continue
-            _, kind, key, device, numel = pid[:5]
-            dtype = STORAGES.get(kind.name.rpartition(".")[2]) if type(kind) is Global else None
-            if type(key) is int:
-                key = str(key)
-            if dtype is None or type(key) is not str or type(device) is not str or type(numel) is not int:
-                self.noted.add("storage-malformed", "", "a storage id of the wrong shape")
-                continue
-            nbytes = numel * ITEMSIZE[dtype]
-            storage = storages.get(key)
-            if storage is None:
-                if 0 <= nbytes < MAX_SIZE:
-                    record = locate(key, nbytes)
-                else:
-                    detail = f"{scalar(nbytes)} bytes are claimed"
-                    self.noted.add("storage-size-absurd", f"storage {key[:_MAX_SHOWN]}", detail)
-                    nbytes, record = 0, None
-                name, offset, size, stored, crc, method = record or _NO_RECORD
-                packed = method != 0
-                if packed:
-                    offset, stored = None, size
-                elif not stored == size == nbytes:
-                    stored = min(stored, size, nbytes)
-                fields = (key, key, device, dtype, nbytes, stored, offset, name, "", crc, packed, self._big_endian, ())
-                storage = storages[key] = _new(Storage, fields)
-            elif storage.nbytes != nbytes or storage.device != device or (nbytes and storage.dtype != dtype):
-                # torch uses the first one. An empty storage may have several dtypes.
-                detail = f"named again with {scalar(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "
-                detail += f"first with {storage.nbytes} of {storage.dtype} on {storage.device[:_MAX_SHOWN]}"
-                self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
-            if len(pid) == 5 or pid[5] is None:
-                seen[id(node)] = storage, 0, dtype
-                continue
-            match pid[5]:  # a view: (key, offset, size) of a part of the storage
-                case (str() as name, int() as first, int() as size) if 0 <= first <= first + size <= numel:
-                    view = self._views.setdefault(name, (key, first, size))
-                    if view == (key, first, size) and (name == key or name not in storages):
-                        seen[id(node)] = storage, first, dtype
-                    else:
-                        detail = "its view has the name of another storage"
-                        self.noted.add("storage-conflict", f"storage {key[:_MAX_SHOWN]}", detail)
-                case _:
-                    self.noted.add("storage-malformed", "", "a view beyond its storage")
-
-    def resolve(self, node: object) -> tuple[Storage, int, str] | None:
-        """The storage a persistent id names, the element a view of it begins at, and the dtype it is read as."""
-        if type(node) is not Persistent:
-            return None
-        if id(node) not in self._seen:
-            self.enter((node,))
-        return self._seen[id(node)]
-
-
-def declared_storages(pickle: Pickle) -> dict[str, Storage]:
-    """The storages a pickle names, by key, with the sizes it claims."""
-    table = StorageTable()
-    table.enter(pickle.persistent)
-    return table.storages
-
-
 class Tree(NamedTuple):
     """What a pickle's root contains."""
 
@@ -234,12 +99,10 @@ MODULE_KEYS = ("_parameters", "_buffers", "_modules")
 # name the key is a tuple of steps.
 _Children = Iterator[tuple[Any, Any, str | None]]
 _Frame = tuple[_Children, tuple[Key, ...], str, int, bool, bool]
-_Args = tuple[Any, ...]
-_Outside = dict[str, _Args] | None
-_Place = tuple[tuple[Key, ...], str]  # path and name
+_Outside = dict[str, Args] | None
 
 
-class _Walk:
+class _Walk(RebuildReader):
     """One search of a graph for tensors and leaves: iterative, cycle-safe, bounded.
 
     A frame is a container being walked: what is left of its children, its path and name, whether it was seen before,
@@ -248,12 +111,10 @@ class _Walk:
     """
 
     def __init__(self, table: StorageTable, separator: str = "/", outside: _Outside = None) -> None:
-        self.table = table
+        super().__init__(table)
         self.separator = separator
         self.outside = outside or {}
         self.tensors: list[Tensor] = []
-        self.depth = 0  # of tensors made of tensors
-        self.rebuilder: Any = None
         self.leaves: list[Leaf] = []
         self.noted = LimitedProblems()
         self.skipped = 0
@@ -383,33 +244,28 @@ class _Walk:
             if key not in MODULE_KEYS and type(child) in _HOLDERS:
                 yield child, key, None
 
-    # -- the tensor that a call would make
-
-    def _take(self, function: str, args: object, at: _Place) -> bool:
-        """Add the tensor of a call; true if it has attributes, which come next."""
-        if self.rebuilder is None:
-            from transload.formats.rebuild_facts import RebuildReader  # here, since many files have no tensors
-
-            self.rebuilder = RebuildReader(self.table, self._inside, self.depth)
-        tensor, attributes, wrong = self.rebuilder.tensor(function, args, at)
-        if tensor is None:
+    def _take(self, function: str, args: object, at: Place) -> bool:
+        """Add the tensor that a call would make; true if it has attributes, which come next."""
+        attributes = self.attributes = []
+        try:
+            self.tensors.append(self.rebuild(function, args, at))
+        except (BadTensor, IndexError, ValueError, TypeError) as error:
+            wrong = str(error) if type(error) is BadTensor else "its rebuild call has arguments of a wrong kind"
             self.noted.add("tensor-broken", at[1] or "the root", wrong)
-            return False
-        self.tensors.append(tensor)
-        if not attributes:
             return False
         before = len(self.frames)
         for attribute in reversed(attributes):
             self._visit(attribute, *at, again=False, attribute=True)
         return len(self.frames) > before
 
-    def _inside(self, node: object, at: _Place, depth: int) -> tuple[list[Tensor], tuple[Problem, ...]]:
-        """The tensors that another one consists of, and what is wrong with them."""
+    def tensors_in(self, node: object, at: Place) -> tuple[Tensor, ...]:
+        """The tensors inside an object that is itself a tensor: a subclass keeps them in its state."""
         walk = _Walk(self.table)
-        walk.depth, walk.on_path = depth, self.on_path
+        walk.depth, walk.on_path = self.depth, self.on_path
         walk.run(node, *at)
-        walk.rebuilder = None  # which refers to the walk: only the garbage collector would free both
-        return walk.tensors, walk.noted.problems()
+        for problem in walk.noted.problems():
+            raise BadTensor(f"inside it, {problem.where}: {problem.detail}")
+        return tuple(walk.tensors)
 
 
 def find_tensors(root: object, table: StorageTable, *, separator: str = "/", outside: _Outside = None) -> Tree:
@@ -424,7 +280,6 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
         walk.run(root)
     except TooMuch as reason:
         walk.noted.add("tree-too-large", "", str(reason))
-    walk.rebuilder = None  # as in _inside
     if walk.skipped:
         walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
     problems = (*walk.noted.problems(), *table.noted.problems())

@@ -22,10 +22,11 @@ from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES
 from transload.findings import Problem
 from transload.formats.arrays import dtype_of, shape_of
-from transload.formats.graph import StorageTable, find_tensors
+from transload.formats.graph import find_tensors
 from transload.formats.pickle_machine import MAX_STREAM, add_uses, run
 from transload.formats.pickle_state import LOADER, Broken, Cut, PickleMachine
 from transload.formats.pickle_streams import run_at
+from transload.formats.tensors import StorageTable
 from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from transload.checkpoint import Checkpoint, Draft, Record
 from transload.dtypes import ITEMSIZE, STORAGES
 from transload.findings import Problem
-from transload.formats.graph import StorageTable, declared_storages, find_tensors
+from transload.formats.graph import find_tensors
 from transload.formats.pickle_streams import run_at
+from transload.formats.tensors import StorageTable, declared_storages
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.io.sources import ObjectSource, Slice, Source
@@ -84,7 +85,7 @@ def read_legacy(source: Source) -> Checkpoint:
         text = key.decode("latin-1") if type(key) is bytes else key
         keys.append(str(text) if type(text) in (str, int) else "")  # a key that nothing uses
     # Find each storage as torch does: the count before the bytes must agree with the object.
-    declared, places, end = declared_storages(main), dict[str, Record](), position
+    declared, places, end = declared_storages(main.persistent), dict[str, Record](), position
     for key in keys:
         storage, raw = declared.get(key), source.read(end, 8)
         count = int.from_bytes(raw, "little", signed=True)

@@ -20,7 +20,8 @@ from transload.io.sources import Source
 from transload.nodes import Global, Pickle
 
 if TYPE_CHECKING:
-    from transload.formats.graph import StorageTable, Tree
+    from transload.formats.graph import Tree
+    from transload.formats.tensors import StorageTable
 
 RECORD = ".transload/origin.json"
 MAX_TEXT_RECORD = 4096  # records such as ``version`` have a few bytes; a deflated one can unpack to gigabytes
@@ -274,7 +275,7 @@ def storage_table(
     archive: Archive, *, forms: tuple[tuple[str, str], ...] = _FORMS, big_endian: bool = False
 ) -> StorageTable:
     """A table that finds storages among the records of an archive. ``forms`` are prefixes and suffixes around a key."""
-    from transload.formats.graph import StorageTable
+    from transload.formats.tensors import StorageTable
 
     def locate(key: str, nbytes: int) -> Record | None:  # noqa: ARG001 - other containers need the size
         for prefix, suffix in forms:

@@ -19,8 +19,8 @@ from itertools import islice, product
 from transload.checkpoint import Record, Storage
 from transload.findings import Problems
 from transload.formats import pickle_machine
-from transload.formats.graph import declared_storages
 from transload.formats.pickle_streams import run_at
+from transload.formats.tensors import declared_storages
 from transload.formats.zip import (
     ALIGNMENT,
     ALL32,
@@ -509,7 +509,8 @@ class Scan:
         """The storages that the index names, by key. The index is read on first use."""
         if self._index is not None:
             data = self._read_index(self._source, *self._index)
-            self._storages, self._index = declared_storages(pickle_machine.run(data, name="data.pkl")), None
+            self._storages = declared_storages(pickle_machine.run(data, name="data.pkl").persistent)
+            self._index = None
         return self._storages
 
     def _size_by_index(self, local: Header) -> int | None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from transload.checkpoint import Key, Tensor
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.findings import join_names
-from transload.formats.graph import Budget, TooMuch, call_items, short_key
+from transload.formats.graph import call_items, short_key
+from transload.formats.tensors import Budget, TooMuch
 from transload.frozen import NamedTuple
 from transload.io import gc_paused
 from transload.io.sources import SourceLike

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.errors import LoadError, Malformed, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS, NUMPY_SCALARS, array_of, dtype_of, raw_bytes
-from transload.formats.rebuild_facts import MAX_RANK
+from transload.formats.tensors import MAX_RANK
 from transload.geometry import View
 from transload.judge.names import can_be_allowed
 from transload.loading.placement import DeviceMap

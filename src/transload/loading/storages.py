@@ -202,7 +202,8 @@ class _StorageReader:
 def _named(file: CheckpointFile, storage: Storage) -> str:
     names = storage.tensors
     for pickle in file.checkpoint.pickles if file.checkpoint.counted else ():  # its tensors were only counted
-        from transload.formats.graph import StorageTable, find_tensors
+        from transload.formats.graph import find_tensors
+        from transload.formats.tensors import StorageTable
 
         storages = find_tensors(pickle.root, StorageTable()).storages
         names = next((other.tensors for other in storages if other.key == storage.key), names)

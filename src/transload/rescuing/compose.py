@@ -18,10 +18,11 @@ from transload.checkpoint import Checkpoint, Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import RescueError
 from transload.formats import pickle_machine, read_source
-from transload.formats.graph import Locate, StorageTable, Tree, declared_storages, find_tensors
+from transload.formats.graph import Tree, find_tensors
 from transload.formats.pickle_streams import run_at
 from transload.formats.pickle_writer import CannotPickleGraphError, dumps
 from transload.formats.safetensors import FIELDS, PREFIX
+from transload.formats.tensors import Locate, StorageTable, declared_storages
 from transload.io.packed import Assembly, SourceRange
 from transload.io.sources import Source
 from transload.nodes import REBUILDS, Call, Dict, called, is_unread, walk_nodes
@@ -284,7 +285,7 @@ def without_lost(recovered: Recovered, checkpoint: Checkpoint, is_lost: Callable
     except CannotPickleGraphError as error:
         what = f"the index cannot be written without them ({error.what})"
         raise RescueError(what, where=source.name, fix="Fill them: --fill zeros (fill='zeros' in Python).") from error
-    needed = declared_storages(pickle_machine.run(index, name=INDEX))
+    needed = declared_storages(pickle_machine.run(index, name=INDEX).persistent)
     if form.container == "stream":  # the first three pickles, the new object, and the storages it needs
         position = 0
         for _ in range(3):

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
 from transload.errors import RescueError
-from transload.formats.graph import declared_storages
 from transload.formats.pickle_streams import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX, looks_like_safetensors
+from transload.formats.tensors import declared_storages
 from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
@@ -182,7 +182,7 @@ def _recover_legacy(source: Source) -> Recovered | None:
         pickles.append(pickle)
     root = pickles[4].root if type(pickles[4].root) is list else []
     keys = [key.decode("latin-1") if type(key) is bytes else str(key) for key in root if type(key) in (str, bytes, int)]
-    declared = declared_storages(pickles[3])
+    declared = declared_storages(pickles[3].persistent)
     if any(key not in declared for key in keys):
         return None
     slots, at = [declared[key] for key in keys], first

@@ -7,9 +7,10 @@ from typing import Any
 
 from transload.checkpoint import Checkpoint, Origin, Part, Record
 from transload.findings import Problem
-from transload.formats.graph import StorageTable, find_tensors
+from transload.formats.graph import find_tensors
 from transload.formats.programs import entries, fields, tensor_call, text
 from transload.formats.programs.export import Package, read_programs
+from transload.formats.tensors import StorageTable
 from transload.formats.torch_zip import Archive, needed_by
 from transload.formats.zip import DEFLATED
 from transload.nodes import Dict
