@@ -301,6 +301,7 @@ class Rebuild(NamedTuple):
     device: int = _ABSENT
 
 
+# The torch functions that rebuild tensors.
 REBUILDS: dict[str, Rebuild] = {
     "torch._utils._rebuild_tensor": Rebuild(4, 4),
     "torch._utils._rebuild_tensor_v2": Rebuild(6, 7, 4, 5, 6),
@@ -323,15 +324,13 @@ REBUILDS: dict[str, Rebuild] = {
     "torch.tensor._rebuild_from_type": Rebuild(4, 4, state=3),
     "torch.nested._internal.nested_tensor._rebuild_njt": Rebuild(1, 1),
 }
-"""The torch functions that rebuild tensors."""
-
+# The names that a state dict consists of, and what each is for.
 PURPOSES = {
     ("collections", "OrderedDict"): "an ordered dictionary, as state_dict() returns",
     ("torch._utils", "_rebuild_tensor_v2"): "rebuilds a tensor",
     ("torch._utils", "_rebuild_parameter"): "rebuilds a tensor",
     **{("torch", name): "the dtype of a storage" for name in STORAGES if "Untyped" not in name},
 }
-"""The names that a state dict consists of, and what each is for."""
 
 
 def ordinary_names(pickle: Pickle) -> tuple[Global | None, ...]:

@@ -35,9 +35,8 @@ _CORES = ("numpy._core", "numpy.core")
 _RECONSTRUCT = frozenset({f"{core}.multiarray._reconstruct" for core in _CORES})
 _FROM_BUFFER = frozenset({f"{core}.numeric._frombuffer" for core in _CORES})
 NUMPY_SCALARS = frozenset({f"{core}.multiarray.scalar" for core in _CORES})
+# The functions that make arrays, scalars and dtypes.
 NUMPY_CALLS = frozenset({"numpy.dtype", *_RECONSTRUCT, *_FROM_BUFFER, *NUMPY_SCALARS})
-"""The functions that make arrays, scalars and dtypes."""
-
 _CODE = re.compile(r"[biufcmMOSUV][0-9]{1,9}", re.ASCII)
 _PLAIN_CODE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SUV][0-9]+", re.ASCII)
 _UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
@@ -184,6 +183,7 @@ _TYPE = rb"'[<>|=][SUVMmbiufc]\d*(?:\[\w+\])?'"
 _FIELD = rb"\('[^'\\\"]*', " + _TYPE + rb"(?:, \([\d, ]*\))?\)"
 _DESCRIPTION = rb"(?:" + _TYPE + rb"|\[" + _FIELD + rb"(?:, " + _FIELD + rb")*\])"
 _NO_OBJECTS = rb"\{'descr': " + _DESCRIPTION + rb", 'fortran_order': (?:True|False), 'shape': \([\d, ]*\), \} *\n"
+# What an array that does not consist of numbers contains, by the first letter of its type.
 _OTHER_KINDS = {
     b"U": "an array of strings",
     b"S": "an array of byte strings",
@@ -192,7 +192,6 @@ _OTHER_KINDS = {
     b"m": "an array of durations",
     b"V": "an array of raw bytes",
 }
-"""What an array that does not consist of numbers contains, by the first letter of its type."""
 _ESCAPED = r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])"  # what writing.plan.member_name writes
 
 

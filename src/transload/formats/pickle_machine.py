@@ -15,9 +15,7 @@ from typing import Any
 from transload.formats.pickle_state import CONSTANTS, LONG_FRAME, MAX_IRREGULAR, Broken, Cut, PickleMachine
 from transload.nodes import Call, Dict, Persistent, Pickle, Set
 
-MAX_STREAM = 512 << 20
-"""Larger pickles are not read: 20,000 tensors take 2 MB, so this is room for five million."""
-
+MAX_STREAM = 512 << 20  # larger pickles are not read: 20,000 tensors take 2 MB, so this is room for five million
 _U16 = Struct("<H").unpack_from
 _I32 = Struct("<i").unpack_from
 _U32 = Struct("<I").unpack_from

@@ -7,18 +7,14 @@ from typing import Any
 
 from transload.nodes import Call, Dict, Extension, Global, Persistent, Pickle, Set
 
+# Writers number the memo without gaps. With a longer gap (plus a quarter of all entries), indexes are hashed with a
+# secret: integers hash to themselves, so a file could choose indexes that all collide.
 MAX_GAP = 64
-"""Writers number the memo without gaps. With a longer gap (plus a quarter of all entries), indexes are hashed with a
-secret: integers hash to themselves, so a file could choose indexes that all collide."""
-
 MAX_IRREGULAR = 100
 
+# The function that rebuilds each storage in a ``pickle.dump`` from bytes, which are a checkpoint.
 LOADER = ("torch.storage", "_load_from_bytes")
-"""The function that rebuilds each storage in a ``pickle.dump`` from bytes, which are a checkpoint."""
-
-CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}
-"""What the opcodes NONE, NEWTRUE and NEWFALSE push."""
-
+CONSTANTS = {0x4E: None, 0x88: True, 0x89: False}  # what the opcodes NONE, NEWTRUE and NEWFALSE push
 LONG_FRAME = "a frame is longer than the data"
 _MAX_KEY_PARTS = 16
 _UNHASHABLE = frozenset({list, bytearray, Dict})

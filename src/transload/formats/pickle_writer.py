@@ -19,10 +19,9 @@ from transload.errors import TransloadError
 from transload.frozen import NamedTuple
 from transload.nodes import Call, Dict, Extension, Global, OutOfBand, Persistent, Set, Unread, is_unread
 
+# The most steps for tuples and calls that contain themselves. Each is started again inside itself, which a file of a
+# megabyte could make 10^10 times; real files need a few.
 MAX_RESTARTS = 1_000_000
-"""The most steps for tuples and calls that contain themselves. Each is started again inside itself, which a file of a
-megabyte could make 10^10 times; real files need a few."""
-
 _SMALL_TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 _Step = Callable[["_Writer", Any], None]
 

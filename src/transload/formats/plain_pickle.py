@@ -44,13 +44,11 @@ _WRAPPED = frozenset({"subclass", "shape", "order", "dtype"})
 _OPTIONAL = frozenset({"allow_mmap", "numpy_array_alignment_bytes"})
 _MAX_CALLS = 4096  # between a wrapper and its state: those of a dtype with many fields
 
+# A compressed file may decompress to 64 times its size, or to 256 MiB: a kilobyte can become a gigabyte.
 _MAX_UNPACKED_RATIO = 64
 _MIN_UNPACKED_LIMIT = 256 << 20
-"""A compressed file may decompress to ``_MAX_UNPACKED_RATIO`` times its size, or to this: a kilobyte can become a
-gigabyte."""
-
+# Bytes between the bytes of a storage and the end of the call that gets them: memo, codec, tuple, perhaps a frame.
 _MAX_AFTER = 64
-"""Bytes between the bytes of a storage and the end of the call that gets them: memo, codec, tuple, perhaps a frame."""
 
 
 def unpacked(source: Source) -> Source:

@@ -14,15 +14,11 @@ from itertools import takewhile
 from transload.formats.pickle_state import LONG_FRAME, Broken, PickleMachine
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Set
 
+# Longer integers are not computed: making an ``int`` of a megabyte of LONG4 and printing it is quadratic work.
 MAX_INT_BYTES = 1024
-"""Longer integers are not computed: making an ``int`` of a megabyte of LONG4 and printing it is quadratic work."""
-
-MAX_TEXT_DIGITS = 4300
-"""The same for integers written as text; CPython has the same limit."""
-
+MAX_TEXT_DIGITS = 4300  # the same for integers written as text; CPython has the same limit
+# The opcodes that weights_only accepts in torch 2.1 to 2.15 (torch/_weights_only_unpickler.py).
 WEIGHTS_ONLY = frozenset(b"\x80.cR\x81baesu(t\x85\x86\x87N\x88\x89)]}\x8fJKMGXU\x8aQhjqr")
-"""The opcodes that weights_only accepts in torch 2.1 to 2.15 (torch/_weights_only_unpickler.py)."""
-
 # The other opcodes, with their names in pickletools.
 _NAMES = """\
 POP POP_MARK DUP BINBYTES SHORT_BINBYTES FLOAT INT LONG PERSID STRING BINSTRING UNICODE DICT GET INST LIST OBJ
@@ -41,12 +37,10 @@ _WIDTHS = {
     **dict.fromkeys(b"BTX\x8bJjr\x84", 4),
     **dict.fromkeys(b"\x8d\x8e\x96\x95G", 8),
 }
+# The distance to the next opcode, where it is fixed.
 _STEPS = {code: 1 + _WIDTHS.get(code, 0) for code in (WEIGHTS_ONLY | {*REFUSED}) - {*b".", *_LINES, *_COUNTED}}
-"""The distance to the next opcode, where it is fixed."""
-
+# Opcodes that pop everything above the last MARK: POP_MARK, DICT, LIST, OBJ, ADDITEMS, FROZENSET.
 _MARKED = frozenset(b"1dlo\x90\x91")
-"""Opcodes that pop everything above the last MARK: POP_MARK, DICT, LIST, OBJ, ADDITEMS, FROZENSET."""
-
 _MAYBE_TEXT = frozenset({str, Call, Extension, Global, Persistent})
 
 # Like codecs.escape_decode, which warns about unknown escapes; warnings may be errors in the program.

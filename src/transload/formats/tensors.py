@@ -22,8 +22,7 @@ _new = tuple.__new__  # a named tuple in one call, without the Python function t
 
 Args = tuple[Any, ...]
 Locate = Callable[[str, int], Record | None]
-Place = tuple[tuple[Key, ...], str]
-"""The path and the name of a tensor."""
+Place = tuple[tuple[Key, ...], str]  # the path and the name of a tensor
 
 
 class TooMuch(Exception):  # noqa: N818 - a signal between the walk and its parts, never seen outside

@@ -33,9 +33,8 @@ MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 PROTOCOL = 1001
 _COUNT = Struct("<q")
 _TOGETHER = 1000  # small storages and their counts in one write
+# How many bytes are read of what may not be a pickle: random bytes soon announce a text of gigabytes.
 MAX_DOUBT = 1 << 24
-"""How many bytes are read of what may not be a pickle: random bytes soon announce a text of gigabytes."""
-
 _STAGES = ("magic number", "protocol version", "machine facts", "object", "storage keys")
 _SMALL_WINDOW = 1 << 12
 

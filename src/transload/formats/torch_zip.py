@@ -36,10 +36,9 @@ _TEXT_RECORDS = (
 _NEWEST_VERSION = 10
 _STRAY_WINDOWS = (1 << 16, 1 << 20, 16 << 20)  # how much is run of a record that torch.load does not read, in steps
 _MAX_STRAY = 256 << 20  # the limit for all such records together: an archive may contain a whole data set
+# A compressed index may unpack to this, or to 16 times its size. Half a megabyte can unpack to half a gigabyte, which
+# can be a pickle of half a billion dictionaries; the index of 160,000 tensors takes 16 MiB.
 _MAX_PACKED = 16 << 20
-"""A compressed index may unpack to this, or to 16 times its size. Half a megabyte can unpack to half a gigabyte, which
-can be a pickle of half a billion dictionaries; the index of 160,000 tensors takes 16 MiB."""
-
 _PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf")  # nested archives
 _FORMS = (("data/", ""), ("tensors/", ""))
 _ZIP_IDS: Mapping[str, tuple[int, ...]] = {"storage": (5,)}

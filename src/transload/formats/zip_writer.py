@@ -52,10 +52,9 @@ _MANY = 300  # chunks of a write (writev takes 1024 buffers), and small records 
 _LITTLE = 4 << 20  # fewer bytes are not worth starting threads
 _MAX_THREADS = 8
 
+# The folder of all records. torch since 1.13 uses the name of the file, so that files with equal contents differ, and
+# reveal the name under which they were saved.
 _ROOT = b"archive"
-"""The folder of all records. torch since 1.13 uses the name of the file, so that files with equal contents differ, and
-reveal the name under which they were saved."""
-
 _ALL = (1 << 64) - 1
 _FLAGS = 0x0808  # the name is UTF-8; the sizes follow the bytes
 _EMPTY_FLAGS = 0x0800  # an empty record has no descriptor
@@ -133,9 +132,9 @@ class Chunk(NamedTuple):
     ready: Callable[[], object] | None = None
 
 
+# A record to write: its name without the folder, its size, and its bytes, or a function that yields them in chunks of
+# ``PIECE`` bytes at most. Not a named tuple, since a file can have tens of thousands.
 NewRecord = tuple[bytes, int, bytes | Callable[[], Iterator[Chunk]]]
-"""A record to write: its name without the folder, its size, and its bytes, or a function that yields them in chunks of
-``PIECE`` bytes at most. Not a named tuple, since a file can have tens of thousands."""
 
 
 class _Write:

@@ -14,10 +14,9 @@ if TYPE_CHECKING:  # a file that can be read needs no errors
 _PIECE = 1 << 20
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
 _SEEKING = allocate_lock()
-SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
-"""What a checkpoint can be read from."""
+SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO  # what a checkpoint can be read from
+# What the argument ``progress`` takes: ``True`` for a line on the terminal, or a function of bytes done and in all.
 Progress = bool | Callable[[int, int], object] | None
-"""What the argument ``progress`` takes: ``True`` for a line on the terminal, or a function of bytes done and in all."""
 
 
 class Source(Protocol):

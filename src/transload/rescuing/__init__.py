@@ -26,8 +26,7 @@ from transload.writing.output import begins_with, refuse_existing
 
 __all__ = ["Rescue", "report", "rescue"]
 
-_REPORT = b'{\n "schema": 1,\n "path":'
-"""How every report begins."""
+_REPORT = b'{\n "schema": 1,\n "path":'  # how every report begins
 
 
 def rescue(

@@ -228,17 +228,14 @@ def with_records(
 
 # -- a damaged archive
 
+# Records that torch reads as a number, and the most digits of each. torch refuses a file with anything else there.
 _NUMBERS = {"version": 3, ".data/version": 3, ".storage_alignment": 6, ".data/serialization_id": 40}
-"""Records that torch reads as a number, and the most digits of each. torch refuses a file with anything else there."""
-
+# Records that do not describe the content: ``version`` can be rebuilt, torch does not need the others.
 METADATA = frozenset({*_NUMBERS, ORIGIN_RECORD})
-"""Records that do not describe the content: ``version`` can be rebuilt, torch does not need the others."""
-
 _MAX_REPAIRS = 4096
 _MAX_DESCRIPTOR = 24
 _MAX_FLIPPED = 2  # bits in which two copies of a checksum may differ
-_BYTE_ORDERS = {3: b"big", 6: b"little"}
-"""The record ``byteorder`` by its length, which is enough to rebuild it."""
+_BYTE_ORDERS = {3: b"big", 6: b"little"}  # the record ``byteorder`` by its length, which is enough to rebuild it
 
 
 def recover_archive(source: Source) -> Recovered | None:

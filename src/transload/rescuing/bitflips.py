@@ -27,24 +27,17 @@ from transload.io.sources import Source
 
 Certainty = Literal["proven", "probable", "ambiguous"]
 
+# Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for 1 MB, 1 in 5 for 100 MB.
 _PROVEN = 1 << 20
 _PROBABLE = 100 << 20
-"""Damage of any other kind looks like a flipped bit once in 2^32 / bits: 1 in 500 for 1 MB, 1 in 5 for 100 MB."""
-
-_MAX_BITS = (1 << 32) - 1
-"""In a record of more bits, any damage looks like a flipped bit."""
-
+_MAX_BITS = (1 << 32) - 1  # in a record of more bits, any damage looks like a flipped bit
 _MAX_CANDIDATES = 4
-_MAX_REPAIRED = 2000
-"""Records in which a flipped bit is searched for: if more are damaged, there is another cause."""
-
+_MAX_REPAIRED = 2000  # records in which a flipped bit is searched for: if more are damaged, there is another cause
+# Bytes inflated in the search for flipped bits of deflated records: enough to try all bits of one of 16 KB.
 _MAX_TRIED = 4 << 30
-"""Bytes inflated in the search for flipped bits of deflated records: enough to try all bits of one of 16 KB."""
-
+# All deflated records together are inflated to at most this many bytes, or this many times the size of the file.
 _MAX_INFLATED = 4 << 30
 _MAX_INFLATED_RATIO = 64
-"""All deflated records together are inflated to at most this many bytes, or this many times the size of the file."""
-
 _MAX_IN_MEMORY = 64 << 20
 _EMPTY_BLOCK = b"\0\0\xff\xff"
 _MAX_BLOCKS = 64
@@ -234,9 +227,9 @@ def _repaired(source: Source, claim: Claim, vote: int, byte: int, bits: int, cer
     return Verdict("repaired", vote, (Repair(place, old, old ^ bits, "", certainty),), claim.size)
 
 
+# As for flipped bits: other damage looks like a destroyed byte once in 2^32 / (255 x bytes): 1 in 500, and 1 in 5.
 _PROVEN_BYTE = 32 << 10
 _PROBABLE_BYTE = 3 << 20
-"""As for flipped bits: other damage looks like a destroyed byte once in 2^32 / (255 x bytes): 1 in 500, and 1 in 5."""
 
 
 def repair_index(source: Source, claim: Claim, damaged: Verdict) -> Verdict:

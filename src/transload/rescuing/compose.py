@@ -47,19 +47,12 @@ from transload.writing.to_torch import TensorCalls
 Fill = Literal["zeros", "nan"]
 INDEX = "data.pkl"
 NOT_IN_FILE = "its bytes are not in the file"
-FEW = 8
-"""How many names a sentence lists."""
-
-_MAX_STORAGE = 1 << 45
-"""The largest size of a missing storage that is believed: 32 TB."""
-
-_MAX_INDEX = 64 << 20
-"""The largest damaged index that is read: enough for half a million tensors."""
-
+FEW = 8  # how many names a sentence lists
+_MAX_STORAGE = 1 << 45  # the largest size of a missing storage that is believed: 32 TB
+_MAX_INDEX = 64 << 20  # the largest damaged index that is read: enough for half a million tensors
+# Filling may make the file this many times larger, or a gigabyte large: a file of a kilobyte can claim petabytes.
 _MAX_GROWTH = 1000
 _MIN_GROWTH_LIMIT = 1 << 30
-"""Filling may make the file ``_MAX_GROWTH`` times larger, or this large: a file of a kilobyte can claim petabytes."""
-
 _NAN = {
     **dict.fromkeys(("float64", "complex128"), pack("<d", nan)),
     **dict.fromkeys(("float32", "complex64"), pack("<f", nan)),

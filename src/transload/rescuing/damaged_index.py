@@ -21,16 +21,12 @@ from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Unread, ca
 
 _MAX_NAME = 1024
 _MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it
+# All texts together may be this many times as long as the index: a hostile one has a long text every five bytes.
 _MAX_OVERLAP = 4
-"""All texts together may be this many times as long as the index: a hostile one has a long text every five bytes."""
-
 _WINDOW = 4096  # bytes of an entry that are read: opcodes whose argument is a line search for its end
+# Nested dictionaries; every entry saves the state of each, so the cost of a deep file would be quadratic.
 _MAX_DEPTH = 100
-"""Nested dictionaries; every entry saves the state of each, so the cost of a deep file would be quadratic."""
-
-_MAX_GAPS = 1000
-"""Damaged entries; after each, the names before it are searched."""
-
+_MAX_GAPS = 1000  # damaged entries; after each, the names before it are searched
 _KEPT = 64  # values on top of the stack that are put back when a part is undone
 _MAX_RETRIES = 16
 

@@ -40,13 +40,10 @@ from transload.rescuing.archive import (
 )
 from transload.rescuing.bitflips import Repair, check_records, repaired_bytes
 
-_MAX_SEARCH = 64 << 20
-"""How many bytes are searched for a checkpoint that follows other data."""
-
+_MAX_SEARCH = 64 << 20  # how many bytes are searched for a checkpoint that follows other data
 _CHUNK = 1 << 20
+# The magic number and the protocol version, as torch writes them.
 _LEGACY_OPENING = MAGIC_PICKLE + b"\x80\x02M\xe9\x03."
-"""The magic number and the protocol version, as torch writes them."""
-
 _MAX_FLIPPED = 2  # bits in which the opening, or a count, may differ
 _COUNT = 8
 
@@ -265,19 +262,15 @@ def _table(data: bytes) -> dict[str, Any] | None:
 
 # -- layers around a checkpoint
 
-_MAX_LAYERS = 3
-"""A zip in a zip in a gzip is the most that occurs; a hostile file can go on forever."""
-
+_MAX_LAYERS = 3  # a zip in a zip in a gzip is the most that occurs; a hostile file can go on forever
+# A file may decompress to 200 times its size, or to 4 GiB: a megabyte can become a gigabyte.
 _MAX_UNPACKED_RATIO = 200
 _MIN_UNPACKED_LIMIT = 4 << 30
-"""A file may decompress to ``_MAX_UNPACKED_RATIO`` times its size, or to this: a megabyte can become a gigabyte."""
-
+# Records of an archive that is a checkpoint itself.
 _RECORDS = (
     b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
     b".data/python_version".split()
 )
-"""Records of an archive that is a checkpoint itself."""
-
 _SUFFIXES = (b".pt", b".pth", b".ckpt", b".bin", b".safetensors", b".pt2", b".tar", b".gz", b".zip", b".pkl")
 
 

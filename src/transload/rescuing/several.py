@@ -21,6 +21,7 @@ from transload.rescuing.archive import LostRecord, repaired
 from transload.rescuing.bitflips import Claim, Repair, check_records
 from transload.rescuing.report import Rescue, TensorOutcome, report_path
 
+# Problems that only concern the tensors that are lost: the others have a checksum, or are where they should be.
 _SHOWN_BY_TENSORS = frozenset(
     {
         *("crc-mismatch", "dcp-piece-missing", "safetensors-truncated", "shard-tensor-missing", "storage-cut"),
@@ -29,10 +30,8 @@ _SHOWN_BY_TENSORS = frozenset(
         *("zip-record-cut", "zip-shifted", "zip-trailing-bytes"),
     }
 )
-"""Problems that only concern the tensors that are lost: the others have a checksum, or are where they should be."""
-
+# Problems that are not damage, but prevented something from being read.
 _UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"})
-"""Problems that are not damage, but prevented something from being read."""
 
 
 def rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: Progress) -> Rescue:

@@ -16,18 +16,14 @@ from transload.formats.torch_zip import Archive, container_facts, stray_records
 from transload.geometry import View
 from transload.nodes import Call, Global, Persistent
 
+# Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
+# same bytes, would otherwise cost gigabytes of work.
 ALLOWANCE = 256 << 20
-"""Bytes to unpack beyond the size of the file. A megabyte of deflated records, or a thousand directory entries for the
-same bytes, would otherwise cost gigabytes of work."""
-
+# The graph of a program of ten thousand layers has tens of megabytes; as objects it takes twenty times as much.
 MAX_JSON = 128 << 20
-"""The graph of a program of ten thousand layers has tens of megabytes; as objects it takes twenty times as much."""
-
-MAX_PACKED_JSON = 16 << 20
-"""torch does not compress JSON, and half a megabyte can unpack to half a gigabyte."""
-
+MAX_PACKED_JSON = 16 << 20  # torch does not compress JSON, and half a megabyte can unpack to half a gigabyte
+# Source searched in one archive. Ten thousand operators are a megabyte, and a second is enough for five megabytes.
 MAX_CODE = 32 << 20
-"""Source searched in one archive. Ten thousand operators are a megabyte, and a second is enough for five megabytes."""
 
 
 class Program(Draft):
@@ -97,8 +93,7 @@ class Program(Draft):
         self.pickles += pickles
 
 
-PICKLED = tuple(b"\x80%c" % protocol for protocol in (2, 3, 4, 5))
-"""How pickles of these protocols begin."""
+PICKLED = tuple(b"\x80%c" % protocol for protocol in (2, 3, 4, 5))  # how pickles of these protocols begin
 
 
 # -- values of JSON, and the tensors they describe

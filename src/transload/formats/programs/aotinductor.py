@@ -17,9 +17,8 @@ from transload.nodes import Dict
 
 FOLDER = "data/aotinductor/"
 
+# Bytes of a shared library that are searched for GPU code: with weights inside, it can be as large as the model.
 MAX_LIBRARY_SCAN = 64 << 20
-"""Bytes of a shared library that are searched for GPU code: with weights inside, it can be as large as the model."""
-
 _PTX_HEAD = 4096  # comments, .version and .target come first
 _CUBIN_START = re.compile(rb"\x7fELF\x02\x01\x01[\x33\x41]")  # the two OS/ABI numbers of CUDA
 
@@ -129,9 +128,7 @@ def _read_views(out: Package, configs: list[str]) -> None:
 
 # -- compiled code
 
-HEADER = 64
-"""Bytes to read for ``read_elf``: the longer, 64-bit header."""
-
+HEADER = 64  # bytes to read for ``read_elf``: the longer, 64-bit header
 _CUDA = 190
 _MACHINES = {3: "i386", 21: "ppc64", 22: "s390x", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv"}
 _MACHINES |= {258: "loongarch", _CUDA: "NVIDIA GPU", 224: "AMD GPU"}

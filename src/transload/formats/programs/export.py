@@ -52,8 +52,7 @@ _NESTED: tuple[tuple[str, str, tuple[Key, ...]], ...] = (
     ("serialized_constants", "", ("constants",)),
 )
 
-MAX_PACKED = 64 << 20
-"""The largest compressed record that is unpacked, since that needs memory; torch never compresses."""
+MAX_PACKED = 64 << 20  # the largest compressed record that is unpacked, since that needs memory; torch never compresses
 
 
 def _device(value: Any) -> str:

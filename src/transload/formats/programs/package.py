@@ -13,9 +13,7 @@ from transload.formats.programs.torchscript import as_torch_save, code_problems
 from transload.formats.torch_zip import Archive, check_storages, read_pickle, storage_table
 from transload.nodes import Call, Dict, Persistent
 
-MAX_LIST = 1 << 20
-"""``.data/extern_modules`` is a list of module names."""
-
+MAX_LIST = 1 << 20  # ``.data/extern_modules`` is a list of module names
 _TEXT_RECORDS = (".data/version", ".data/python_version", "byteorder", ".data/serialization_id")
 _SCRIPT = ".data/ts_code/"
 _IDS: dict[str, tuple[int, ...]] = {"storage": (5,), "reduce_package": (3, 4)}

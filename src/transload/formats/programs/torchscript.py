@@ -30,9 +30,7 @@ from transload.formats.programs import (
 from transload.formats.torch_zip import Archive, check_storages, read_pickle, read_tree, storage_table
 from transload.nodes import Call, Dict, Global, Pickle, walk_nodes
 
-MAX_OPERATOR_VERSION = 10
-"""The newest operator version that torch 2.13 reads (``caffe2/serialize/versions.h``)."""
-
+MAX_OPERATOR_VERSION = 10  # the newest operator version that torch 2.13 reads (``caffe2/serialize/versions.h``)
 _MAIN = ("data.pkl", "constants.pkl", "attributes.pkl")
 _SCRIPT_IDS: dict[str, tuple[int, ...]] = {"storage": (5, 6)}  # up to 1.5 with the view of another storage, always None
 
