@@ -8,7 +8,6 @@ only to themselves. The graph may share nodes and contain cycles: everything tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from transload.dtypes import STORAGES
@@ -324,7 +323,7 @@ REBUILDS: dict[str, Rebuild] = {
     "torch.tensor._rebuild_from_type": Rebuild(4, 4, state=3),
     "torch.nested._internal.nested_tensor._rebuild_njt": Rebuild(1, 1),
 }
-# The names that a state dict consists of, and what each is for.
+# The names that a state dict consists of, and what each is for. It calls the first three.
 PURPOSES = {
     ("collections", "OrderedDict"): "an ordered dictionary, as state_dict() returns",
     ("torch._utils", "_rebuild_tensor_v2"): "rebuilds a tensor",
@@ -333,9 +332,12 @@ PURPOSES = {
 }
 
 
+ORDINARY_CALLS = (*PURPOSES,)[:3]
+
+
 def ordinary_names(pickle: Pickle) -> tuple[Global | None, ...]:
     """The nodes of the three names that a state dict calls, for ``is_ordinary_call``."""
-    return tuple(pickle.globals.get(key) for key in islice(PURPOSES, 3))
+    return tuple(pickle.globals.get(key) for key in ORDINARY_CALLS)
 
 
 # -- nodes in words

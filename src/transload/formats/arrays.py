@@ -110,11 +110,8 @@ def _unit(metadata: Any) -> str:
 
 def are_plain(pickles: Iterable[Pickle]) -> bool:
     """Whether all arrays, scalars and dtypes in some pickles are plain: ``transload.load`` builds only such as data."""
-    for call in (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS):
-        dtype = dtype_of(call)
-        if not (dtype.plain if dtype is not None else array_of(call) is not None):
-            return False
-    return True
+    calls = (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS)
+    return all(dtype.plain if (dtype := dtype_of(call)) is not None else array_of(call) is not None for call in calls)
 
 
 def array_of(node: Call) -> Array | None:
@@ -185,12 +182,12 @@ _DESCRIPTION = rb"(?:" + _TYPE + rb"|\[" + _FIELD + rb"(?:, " + _FIELD + rb")*\]
 _NO_OBJECTS = rb"\{'descr': " + _DESCRIPTION + rb", 'fortran_order': (?:True|False), 'shape': \([\d, ]*\), \} *\n"
 # What an array that does not consist of numbers contains, by the first letter of its type.
 _OTHER_KINDS = {
-    b"U": "an array of strings",
-    b"S": "an array of byte strings",
-    b"[": "an array of records",
-    b"M": "an array of dates",
-    b"m": "an array of durations",
-    b"V": "an array of raw bytes",
+    b"U": "strings",
+    b"S": "byte strings",
+    b"[": "records",
+    b"M": "dates",
+    b"m": "durations",
+    b"V": "raw bytes",
 }
 _ESCAPED = r"%(2E|2F|5C|3A|25|22|[01][0-9A-F])"  # what writing.plan.member_name writes
 
@@ -269,7 +266,8 @@ def _add_array(
     elif not head.startswith(_MAGIC) or re.fullmatch(_NO_OBJECTS, text):
         problem, kind = "npy-not-numbers", "not an array of plain numbers"
         letter = re.match(rb"\{'descr': (?:'.)?(.)", text)
-        shown = _OTHER_KINDS.get(letter[1] if letter else b"", shown)
+        content = _OTHER_KINDS.get(letter[1]) if letter else None
+        shown = f"an array of {content}" if content else shown
     noted.add(problem, name, shown)
     if problem == "npy-objects":
         payload = read()

@@ -22,7 +22,7 @@ from transload.formats.safetensors import MAX_HEADER, HeaderEntry, add_tensor, c
 from transload.io.sources import Source
 from transload.nodes import short
 
-_ORDERS = {struct.pack(f"{order}I", version): order for version in (2, 3) for order in "<>"}
+_VERSIONS = {struct.pack(f"{order}I", version): (order, version) for version in (2, 3) for order in "<>"}
 _STRUCTS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 # The smallest size of a value: a count is compared with the size of the file before anything is read.
@@ -51,7 +51,7 @@ class _Header:
     def __init__(self, source: Source, keep: int | None = None) -> None:
         self._source, self._keep = source, keep
         self._data = source.read(0, _FIRST)
-        self.order = _ORDERS[self._data[4:8]]
+        self.order, self.version = _VERSIONS[self._data[4:8]]
         self.at = 8
         self.total = 0
 
@@ -134,7 +134,7 @@ def read(source: Source) -> Checkpoint | None:
 
     A truncated file also has all its tensors listed; if it ends within its header, those with a complete entry.
     """
-    if source.read(4, 4) not in _ORDERS:
+    if source.read(4, 4) not in _VERSIONS:
         return None
     noted, header = LimitedProblems(), _Header(source, _SHOWN + 1)
     leaves: dict[str, Leaf] = {}
@@ -169,10 +169,9 @@ def read(source: Source) -> Checkpoint | None:
         names = join_names([entry.name for entry in quantized])
         noted.add("gguf-quantized", "", f"{len(quantized):,} of {len(ordered):,} tensors ({kinds}): {names}")
     big = header.order == ">"
-    (version,) = struct.unpack(f"{header.order}I", source.read(4, 4))
     out = Draft(source.name, "gguf", source.size, noted.problems())
     order = "big" if big else "little"
-    out.facts += [("GGUF", f"version {version}"), ("byteorder", order), ("alignment", str(align))]
+    out.facts += [("GGUF", f"version {header.version}"), ("byteorder", order), ("alignment", str(align))]
     for entry in ordered:
         add_tensor(out, entry, entry.dtype, entry.shape, start, big_endian=big)
     return out.checkpoint(leaves=tuple(leaves.values()))

@@ -179,7 +179,7 @@ class _Walk(RebuildReader):
 
     def _enter(self, node: Any, children: _Children, path: tuple[Key, ...], name: str, *, attribute: bool) -> bool:
         budget, again = self.table.budget, False
-        if id(node) in self.on_path or (attribute and budget.was_seen(id(node))):
+        if id(node) in self.on_path or (attribute and id(node) in budget.objects):
             return False
         if len(path) >= MAX_DEPTH:
             detail = f"nested deeper than {MAX_DEPTH} levels; what is below is not shown"

@@ -43,9 +43,7 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> P
         out.cut |= type(reason) is Cut
     except IndexError:
         out.cut = vm.pos >= vm.size
-        out.broken = (
-            f"it ends without STOP at byte {vm.size}" if out.cut else f"it pops an empty stack at byte {vm.pos}"
-        )
+        out.broken = f"{'it ends without STOP' if out.cut else 'it pops an empty stack'} at byte {vm.pos}"
     except KeyError as error:
         out.broken = f"it reads memo entry {error.args[0]!r}, which was never written, at byte {vm.pos}"
     except struct_error:

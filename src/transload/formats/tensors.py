@@ -41,21 +41,17 @@ class Budget:
     MAX_NAMES = 128 << 20
 
     def __init__(self) -> None:
-        self._seen: set[int] = set()
+        self.objects: set[int] = set()  # the ids of those seen so far
         self._repeats = 0
         self._names = 0
 
     def seen(self, ident: int) -> bool:
         """Return whether an object was seen before, and mark it as seen."""
-        if ident in self._seen:
+        if ident in self.objects:
             self.repeat()
             return True
-        self._seen.add(ident)
+        self.objects.add(ident)
         return False
-
-    def was_seen(self, ident: int) -> bool:
-        """Return whether an object was seen before, at no cost: it is not visited again."""
-        return ident in self._seen
 
     def spend(self, size: int, *, again: bool) -> None:
         """Pay for a name of that size; ``again`` if its object was seen before."""

@@ -17,7 +17,7 @@ from transload.formats import pickle_machine
 from transload.formats.zip import Payload, ZipIndex, read_payload
 from transload.frozen import replace
 from transload.io.sources import Source
-from transload.nodes import Global, Pickle
+from transload.nodes import ORDINARY_CALLS, Global, Pickle
 
 if TYPE_CHECKING:
     from transload.formats.graph import Tree
@@ -25,14 +25,8 @@ if TYPE_CHECKING:
 
 RECORD = ".transload/origin.json"
 MAX_TEXT_RECORD = 4096  # records such as ``version`` have a few bytes; a deflated one can unpack to gigabytes
-_TEXT_RECORDS = (
-    "version",
-    "byteorder",
-    ".format_version",
-    ".storage_alignment",
-    ".data/serialization_id",
-    ".data/version",
-)
+_NOTES = (".format_version", ".storage_alignment", ".data/serialization_id", ".data/version")
+_TEXT_RECORDS = ("version", "byteorder", *_NOTES)
 _NEWEST_VERSION = 10
 _STRAY_WINDOWS = (1 << 16, 1 << 20, 16 << 20)  # how much is run of a record that torch.load does not read, in steps
 _MAX_STRAY = 256 << 20  # the limit for all such records together: an archive may contain a whole data set
@@ -43,9 +37,6 @@ _PACKED = (b"PK\x03\x04", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd",
 _FORMS = (("data/", ""), ("tensors/", ""))
 _ZIP_IDS: Mapping[str, tuple[int, ...]] = {"storage": (5,)}
 _ANY_IDS = {"storage": (5, 6), "module": (4,)}
-_PLAIN_CALLS = frozenset(
-    {("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_parameter")}
-)
 
 
 def _list_plain_storages(
@@ -60,7 +51,7 @@ def _list_plain_storages(
     for (module, name), global_ in pickle.globals.items():
         if module == "torch" and name in STORAGES:
             kinds[global_] = STORAGES[name], ITEMSIZE[STORAGES[name]]
-        elif (module, name) not in _PLAIN_CALLS:
+        elif (module, name) not in ORDINARY_CALLS:
             return None
     storages: dict[str, Storage] = {}
     ids: dict[str, Any] = {}

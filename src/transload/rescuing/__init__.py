@@ -18,8 +18,7 @@ from transload.io.atomic import AtomicFile, refuse_missing_directory, refuse_nam
 from transload.io.sources import Progress, SourceLike, is_set
 from transload.opening import inspect
 from transload.render.json import strict
-from transload.rescuing.compose import Fill
-from transload.rescuing.report import Rescue, report, report_path
+from transload.rescuing.report import Fill, Rescue, report, report_path
 from transload.rescuing.several import rescue_files
 from transload.rescuing.single import rescue_file
 from transload.writing.output import begins_with, refuse_existing

@@ -26,6 +26,9 @@ from transload.io.sources import BytesSource, Source
 from transload.render.words import plural
 from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
 
+INDEX = "data.pkl"
+NOT_IN_FILE = "its bytes are not in the file"
+FEW = 8  # how many names a sentence lists
 _UTF8 = 0x0800
 _CHUNK = 1 << 20
 
@@ -379,16 +382,13 @@ def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
 
 # -- names
 
-_KNOWN = frozenset(
-    {
-        ORIGIN_RECORD.encode(),
-        *b"data.pkl version byteorder constants.pkl .format_version .storage_alignment .data/serialization_id".split(),
-        *b".data/version model.json attributes.pkl archive_format archive_version traced_inputs.pkl".split(),
-        *b"extra/producer_info.json bytecode.pkl models/model.json data/sample_inputs/model.pt".split(),
-        *b"data/weights/model_weights_config.json data/constants/model_constants_config.json".split(),
-        *b".data/extern_modules .data/python_version".split(),
-    }
-)
+_KNOWN = {
+    ORIGIN_RECORD.encode(),
+    *b"data.pkl version byteorder constants.pkl .format_version .storage_alignment .data/serialization_id".split(),
+    *b".data/version model.json attributes.pkl archive_format archive_version traced_inputs.pkl bytecode.pkl".split(),
+    *b"extra/producer_info.json models/model.json data/sample_inputs/model.pt .data/extern_modules".split(),
+    *b"data/weights/model_weights_config.json data/constants/model_constants_config.json .data/python_version".split(),
+}
 _KNOWN_WORDS = frozenset(
     b"code data debug constants tensors weights models extra .py .py.debug_pkl .pkl .json .so .cubin .cpp .txt .pt "
     b"__torch__ torch nn modules aotinductor model".split()
@@ -476,9 +476,8 @@ def _rebuild(
                 packed = Assembly(content, source.name)
                 content = (SourceRange(Inflating(packed, 0, record.stored, verdict.size), 0, verdict.size),)
         else:
-            lost.append(
-                LostRecord(name, "the file ends within it" if verdict.state == "cut" else "its bytes are damaged")
-            )
+            why = "the file ends within it" if verdict.state == "cut" else "its bytes are damaged"
+            lost.append(LostRecord(name, why))
             if record.method or record.endless or name in METADATA:  # it is unknown how many bytes there were
                 continue
             fill = SourceRange(Filler(record.stored), 0, record.stored - record.present)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from math import nan
 from operator import attrgetter, itemgetter
 from struct import pack
-from typing import Literal
 
 from transload.checkpoint import Checkpoint, Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
@@ -28,6 +27,9 @@ from transload.io.sources import Source
 from transload.nodes import REBUILDS, Call, Dict, called, is_unread, walk_nodes
 from transload.render.words import plural
 from transload.rescuing.archive import (
+    FEW,
+    INDEX,
+    NOT_IN_FILE,
     ArchiveRecord,
     Filler,
     LostRange,
@@ -42,12 +44,9 @@ from transload.rescuing.archive import (
     with_records,
 )
 from transload.rescuing.damaged_index import discard, is_ordered, read_damaged_index
+from transload.rescuing.report import Fill
 from transload.writing.to_torch import TensorCalls
 
-Fill = Literal["zeros", "nan"]
-INDEX = "data.pkl"
-NOT_IN_FILE = "its bytes are not in the file"
-FEW = 8  # how many names a sentence lists
 _MAX_STORAGE = 1 << 45  # the largest size of a missing storage that is believed: 32 TB
 _MAX_INDEX = 64 << 20  # the largest damaged index that is read: enough for half a million tensors
 # Filling may make the file this many times larger, or a gigabyte large: a file of a kilobyte can claim petabytes.
@@ -177,16 +176,11 @@ def _with_rebuilt_index(recovered: Recovered) -> Recovered:
     if flat:
         names_shown = ", ".join(flat[:FEW]) + (" …" if len(flat) > FEW else "")
         notes.append(f"{plural(len(flat), 'storage')} without name and shape became flat tensors: {names_shown}")
-    return with_records(recovered, records)._replace(
-        exact=False,
-        index_rebuilt=True,
-        notes=(*recovered.notes, *notes),
-        lost_records=(
-            *(record for record in recovered.lost_records if record.name != INDEX),
-            LostRecord(INDEX, "its bytes are damaged"),
-            *(LostRecord(name, "its entry in the index is damaged") for name in gone),
-        ),
-    )
+    lost = [record for record in recovered.lost_records if record.name != INDEX]
+    lost += [LostRecord(INDEX, "its bytes are damaged")]
+    lost += [LostRecord(name, "its entry in the index is damaged") for name in gone]
+    recovered = with_records(recovered, records)._replace(lost_records=tuple(lost), notes=(*recovered.notes, *notes))
+    return recovered._replace(exact=False, index_rebuilt=True)
 
 
 # -- files with all tensors
@@ -240,12 +234,11 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     if not recovered.records:
         return whole
     starts = RebuiltArchive(recovered.records, "").starts
-    records = [
-        record._replace(content=(SourceRange(whole, starts[record.name], record.stored),), crc32=0)
-        if record.lost
-        else record
-        for record in recovered.records
-    ]
+    records = [*recovered.records]
+    for index, record in enumerate(records):
+        if record.lost:
+            content = SourceRange(whole, starts[record.name], record.stored)
+            records[index] = record._replace(content=(content,), crc32=0)
     return rebuilt(recovered, records)
 
 

@@ -17,7 +17,7 @@ from transload.dtypes import STORAGES
 from transload.formats.pickle_machine import run_part
 from transload.formats.pickle_state import PickleMachine, Sparse
 from transload.formats.rare_opcodes import opcodes
-from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Unread, called
+from transload.nodes import ORDINARY_CALLS, REBUILDS, Call, Dict, Global, Persistent, Unread, called
 
 _MAX_NAME = 1024
 _MAX_OPCODES = 32  # from the name of an entry to its persistent id: 18, and a few for each call around it
@@ -39,9 +39,8 @@ _NAME_AGAIN = re.compile(rb"(?=(?:h.|j...\0)(?:h.|j...\0)\(\()", re.DOTALL)
 _GLOBAL = re.compile(rb"c([\w.]{1,200}\n[\w.]{1,200})\n(?=q(.)|r(....))", re.DOTALL)
 _MARK = re.compile(rb"\(")
 
-_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
-_ORDERED = ("collections", "OrderedDict")
-_KNOWN = (_REBUILD, _ORDERED, ("torch._utils", "_rebuild_parameter"), *(("torch", name) for name in STORAGES))
+_ORDERED, _REBUILD, _ = ORDINARY_CALLS
+_EXPECTED = (*ORDINARY_CALLS, *(("torch", name) for name in STORAGES))
 
 
 class _Memo(Sparse):
@@ -282,7 +281,7 @@ def _repair_names(vm: PickleMachine) -> None:
     for node in every.values():
         if node.full_name in REBUILDS or node.name in STORAGES:
             continue
-        near = [name for name in _KNOWN if _is_near(node.full_name, ".".join(name))]
+        near = [name for name in _EXPECTED if _is_near(node.full_name, ".".join(name))]
         if len(near) == 1:
             node.module, node.name = near[0]
             node.full_name = ".".join(near[0])

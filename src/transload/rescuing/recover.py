@@ -72,11 +72,8 @@ def recover(source: Source, stack: ExitStack) -> Recovered | None:
 
 def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
     offset, recovered = attempt
-    return (
-        not recovered.lost_records and not recovered.lost_ranges,
-        len(recovered.records) - len(recovered.lost_records),
-        -offset,
-    )
+    whole = not recovered.lost_records and not recovered.lost_ranges
+    return whole, len(recovered.records) - len(recovered.lost_records), -offset
 
 
 def _without_carriage_returns(source: Source, stack: ExitStack) -> Source | None:
@@ -210,9 +207,8 @@ def _recover_legacy(source: Source) -> Recovered | None:
 def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostRange], last: str) -> Recovered:
     """A file without checksums, repaired, and cut or padded to the size it should have."""
     shortfall = max(0, end - source.size)
-    whole = Assembly(
-        [SourceRange(source, 0, end - shortfall), SourceRange(Filler(shortfall), 0, shortfall)], source.name
-    )
+    filler = SourceRange(Filler(shortfall), 0, shortfall)
+    whole = Assembly([SourceRange(source, 0, end - shortfall), filler], source.name)
     if shortfall:
         ranges.append(LostRange(source.size, end, "the file ends before its last byte"))
     notes = (f"{source.size - end:,} bytes after the last {last} are left out",) if source.size > end else ()
@@ -268,8 +264,8 @@ _MAX_UNPACKED_RATIO = 200
 _MIN_UNPACKED_LIMIT = 4 << 30
 # Records of an archive that is a checkpoint itself.
 _RECORDS = (
-    b"data.pkl constants.pkl model.json archive_format data/0 tensors/0 byteorder version .data/extern_modules "
-    b".data/python_version".split()
+    *(b"/data.pkl", b"/constants.pkl", b"/model.json", b"/archive_format", b"/data/0", b"/tensors/0", b"/byteorder"),
+    *(b"/version", b"/.data/extern_modules", b"/.data/python_version"),
 )
 _SUFFIXES = (b".pt", b".pth", b".ckpt", b".bin", b".safetensors", b".pt2", b".tar", b".gz", b".zip", b".pkl")
 
@@ -357,9 +353,7 @@ def _extracted(source: Source, member: str, stack: ExitStack, notes: list[str]) 
     if not starts_record(source):
         return None
     records = [record for record in Scan(source, repaired_bytes).records if record.names and not record.replaced]
-    if any(
-        name == usual or name.endswith(b"/" + usual) for name in (r.names[0] for r in records) for usual in _RECORDS
-    ):
+    if any((b"/" + record.names[0]).endswith(_RECORDS) for record in records):
         return None
     checkpoints: list[tuple[str, FoundRecord]] = []
     for record in records:

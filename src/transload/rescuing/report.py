@@ -11,6 +11,7 @@ from transload.render.words import path_text, plural, printable, size
 from transload.rescuing.archive import LostRecord
 from transload.rescuing.bitflips import Repair
 
+Fill = Literal["zeros", "nan"]
 _ROWS = 32
 _HOW = {
     "exact": "the original file, byte for byte as far as can be determined",
@@ -85,9 +86,7 @@ class Rescue(Frozen, Reported):
     @property
     def exit_code(self) -> int:
         """0 if everything was recovered, 1 if part of it was or a repair is not proven, 2 if nothing."""
-        if self.how == "nothing":
-            return 2
-        return 0 if self.complete else 1
+        return 2 if self.how == "nothing" else 0 if self.complete else 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON: what ``--json`` prints, and the report beside the new file."""

@@ -22,16 +22,14 @@ from transload.rescuing.bitflips import Claim, Repair, check_records
 from transload.rescuing.report import Rescue, TensorOutcome, report_path
 
 # Problems that only concern the tensors that are lost: the others have a checksum, or are where they should be.
-_SHOWN_BY_TENSORS = frozenset(
-    {
-        *("crc-mismatch", "dcp-piece-missing", "safetensors-truncated", "shard-tensor-missing", "storage-cut"),
-        *("storage-missing", "tensor-broken", "zeros-at-end", "zip-compressed", "zip-directory-broken"),
-        *("zip-misplaced", "zip-no-descriptor", "zip-no-directory", "zip-no-version", "zip-one-reader"),
-        *("zip-record-cut", "zip-shifted", "zip-trailing-bytes"),
-    }
-)
+_SHOWN_BY_TENSORS = {
+    *("crc-mismatch", "dcp-piece-missing", "safetensors-truncated", "shard-tensor-missing", "storage-cut"),
+    *("storage-missing", "tensor-broken", "zeros-at-end", "zip-compressed", "zip-directory-broken"),
+    *("zip-misplaced", "zip-no-descriptor", "zip-no-directory", "zip-no-version", "zip-one-reader"),
+    *("zip-record-cut", "zip-shifted", "zip-trailing-bytes"),
+}
 # Problems that are not damage, but prevented something from being read.
-_UNREAD = frozenset({"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"})
+_UNREAD = {"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"}
 
 
 def rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: Progress) -> Rescue:
@@ -76,9 +74,7 @@ def rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, prog
         for tensor in checkpoint.tensors:
             parts = (overlay.storage(part) for part in with_parts(tensor))
             storages = [storage for storage in parts if storage is not None and storage.nbytes]
-            places = {
-                (storage.file, storage.record if storage.offset is None else storage.offset) for storage in storages
-            }
+            places = {(s.file, s.record if s.offset is None else s.offset) for s in storages}
             if tensor.name not in reasons and not any(storage.id.startswith(distrusted) for storage in storages):
                 state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
                 outcomes.append(TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed))

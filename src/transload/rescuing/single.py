@@ -20,21 +20,19 @@ from transload.io.folder import Folder
 from transload.io.pool import progress_counter
 from transload.io.sources import Progress, Source, SourceLike, is_folder, open_source
 from transload.judge import judge
-from transload.rescuing.archive import METADATA, LostRange, LostRecord, Recovered, recover_directory
-from transload.rescuing.compose import (
+from transload.rescuing import compose
+from transload.rescuing.archive import (
     FEW,
     INDEX,
+    METADATA,
     NOT_IN_FILE,
-    Fill,
-    completed,
-    filled,
-    is_program,
-    rebuilt,
-    refuse_growth,
-    without_lost,
+    LostRange,
+    LostRecord,
+    Recovered,
+    recover_directory,
 )
 from transload.rescuing.recover import journal_undone, recover, unwrapped
-from transload.rescuing.report import Rescue, TensorOutcome, report_path
+from transload.rescuing.report import Fill, Rescue, TensorOutcome, report_path
 from transload.writing.output import Bundle
 
 _PIECE = 4 << 20
@@ -49,7 +47,7 @@ def rescue_file(
         with gc_paused():
             # 1. Recover the file that was saved, or as much of it as is left, and read that.
             source, recovered = _recovered(src, path, member, stack)
-            recovered, checkpoint = completed(recovered, fill=fill is not None)
+            recovered, checkpoint = compose.completed(recovered, fill=fill is not None)
             # An archive of arrays may have no record left that shows what it was.
             identified = checkpoint.format in FORMATS
             form = format_of(checkpoint.format if identified else read_source(source).format)
@@ -81,10 +79,10 @@ def rescue_file(
             if not kept and (lost or not (readable or form.named)):
                 how = "nothing"
             elif incomplete or (lost and not fill):
-                out = without_lost(recovered, checkpoint, lambda tensor: outcomes.of(tensor).state == "lost")
-                how = "weights" if is_program(checkpoint) else "left-out"
+                out = compose.without_lost(recovered, checkpoint, lambda tensor: outcomes.of(tensor).state == "lost")
+                how = "weights" if compose.is_program(checkpoint) else "left-out"
             elif lost and fill:
-                out, how = filled(recovered, checkpoint, fill), "filled"
+                out, how = compose.filled(recovered, checkpoint, fill), "filled"
                 unfilled = [outcome.name for outcome in tensors if outcome.why == _NO_PLACE]
                 if unfilled:
                     what = "still broken in the new file, since there is nothing to fill"
@@ -92,12 +90,12 @@ def rescue_file(
             elif recovered.exact:
                 out, how = recovered.source, "exact"
             else:
-                out = rebuilt(recovered, recovered.records) if recovered.records else recovered.source
+                out = compose.rebuilt(recovered, recovered.records) if recovered.records else recovered.source
                 how = "left-out" if recovered.index_rebuilt else "rebuilt"
             warnings += _warnings(checkpoint, recovered)
             # 4. Read the new file: it must have every tensor that is not lost.
             if out is not None:
-                refuse_growth(out.size, recovered)
+                compose.refuse_growth(out.size, recovered)
                 new = judge(checkpoint if out is recovered.source else read_source(out))
                 names = {tensor.name for tensor in new.tensors}
                 for index, outcome in enumerate(tensors):
@@ -159,7 +157,7 @@ def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRec
     used = [storage for storage in checkpoint.storages if storage.tensors]
     ignored = METADATA | {name for s in used for name in (s.record, f"data/{s.key}", f"tensors/{s.key}")}
     lost = [record for record in recovered.lost_records if record.name not in ignored]
-    if recovered.records and is_program(checkpoint):
+    if recovered.records and compose.is_program(checkpoint):
         names = {record.name.partition(b"/")[2]: record for record in recovered.records}
         code = {b"constants.pkl", b"model.json", b"archive_format", b".data/extern_modules"}
         if not (names.keys() & code or any(name.startswith(b"data/aotinductor/") for name in names)):

@@ -122,14 +122,7 @@ def write_manifest(path: str, verifications: Sequence[Verification], *, overwrit
             {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "sha256": t.sha256} for t in verification.tensors
         )
         tensors = ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in entries)
-        head = json.dumps(
-            {
-                "path": verification.path,
-                "format": verification.format,
-                "nbytes": verification.nbytes,
-                "sha256": verification.sha256,
-            }
-        )
+        head = json.dumps({name: getattr(verification, name) for name in ("path", "format", "nbytes", "sha256")})
         files.append(f'{head[:-1]}, "tensors": [\n{tensors}\n]}}')
     head = json.dumps({"schema": 1, "transload": __version__})
     text = f'{head[:-1]}, "files": [\n' + ",\n".join(files) + "\n]}\n"
