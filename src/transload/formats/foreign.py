@@ -244,26 +244,25 @@ def _by_structure(view: Excerpt) -> Foreign | None:
         return Foreign("tensorflow", "the index of a TensorFlow checkpoint (or a LevelDB table)", (), (fix,))
     # ONNX, Core ML and TensorFlow files are detected by their protobuf fields.
     fields = _fields(view)
-    if fields:
-        numbers = {number for number, _, _ in fields}
-        first, version, data = fields[0]
-        versioned = first == 1 and 1 <= version <= 50
-        if versioned and 7 in numbers and numbers <= {*range(1, 9), 14, 20, 25, 26}:
-            # Fields 2 and 3 are the name and version of the producer.
-            producer = [clean(raw, 60) for number, _, raw in fields if number in (2, 3) and raw.isascii()]
-            by = (f"written by {listed(producer)}",) if producer else ()
-            fix = "Run it with onnxruntime, or convert it with onnx2torch."
-            return Foreign("onnx", "an ONNX model, not a PyTorch checkpoint", by, (fix,))
-        kind: tuple[str, ...] = ()
-        if versioned and any(200 <= number <= 3000 for number in numbers):
-            kind = ("coreml", "a Core ML model", "Open it with coremltools.")
-        elif fields[0][:2] == (1, 1) and numbers == {1, 2} and fields[1][2][:1] == b"\x0a":
-            kind = ("tensorflow", "a TensorFlow SavedModel (.pb)", "tf.saved_model.load its directory.")
-        elif first == 1 and re.match(rb"\x0a.[\w./:-]+\x12.[A-Z]\w+", data, re.DOTALL):
-            # A frozen GraphDef consists of nodes, each of which begins with a name and an operator.
-            kind = ("tensorflow", "a frozen TensorFlow graph (.pb)", "Load it with tf.compat.v1.GraphDef.")
-        if kind:
-            return Foreign(kind[0], f"{kind[1]}, not a PyTorch checkpoint", (), (kind[2],))
+    numbers = {number for number, _, _ in fields}
+    first, version, data = fields[0] if fields else (0, 0, b"")
+    versioned = first == 1 and 1 <= version <= 50
+    by: tuple[str, ...] = ()
+    kind: tuple[str, ...] = ()
+    if versioned and 7 in numbers and numbers <= {*range(1, 9), 14, 20, 25, 26}:
+        # Fields 2 and 3 are the name and version of the producer.
+        producer = [clean(raw, 60) for number, _, raw in fields if number in (2, 3) and raw.isascii()]
+        by = (f"written by {listed(producer)}",) if producer else ()
+        kind = ("onnx", "an ONNX model", "Run it with onnxruntime, or convert it with onnx2torch.")
+    elif versioned and any(200 <= number <= 3000 for number in numbers):
+        kind = ("coreml", "a Core ML model", "Open it with coremltools.")
+    elif (first, version) == (1, 1) and numbers == {1, 2} and fields[1][2][:1] == b"\x0a":
+        kind = ("tensorflow", "a TensorFlow SavedModel (.pb)", "tf.saved_model.load its directory.")
+    elif first == 1 and re.match(rb"\x0a.[\w./:-]+\x12.[A-Z]\w+", data, re.DOTALL):
+        # A frozen GraphDef consists of nodes, each of which begins with a name and an operator.
+        kind = ("tensorflow", "a frozen TensorFlow graph (.pb)", "Load it with tf.compat.v1.GraphDef.")
+    if kind:
+        return Foreign(kind[0], f"{kind[1]}, not a PyTorch checkpoint", by, (kind[2],))
     key = first_key(view.head)
     if not key:
         return None

@@ -18,11 +18,8 @@ from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Set, calle
 
 # Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels.
 MAX_DEPTH = 1000
-# Values kept beside the tensors; a loss history of a million floats is counted, not listed.
-MAX_LEAVES = 10_000
-# Keys and values of a module; looking for three names in a shared dictionary must stay cheap.
-_MAX_ATTRIBUTES = 2000
-
+MAX_LEAVES = 10_000  # values kept beside the tensors; a loss history of a million floats is counted, not listed
+_MAX_ATTRIBUTES = 2000  # keys and values of a module; looking for three names in a shared dictionary must stay cheap
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields
 
 

@@ -11,11 +11,9 @@ from transload.dtypes import BLOCKS, ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.findings import LimitedProblems
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, called, device_text, dotted, short, text_of
 
-# Dimensions of a tensor. A million tensors could share a shape of a million dimensions, for two bytes each.
-MAX_RANK = 1024
+MAX_RANK = 1024  # dimensions; a million tensors could share a shape of a million dimensions, for two bytes each
 # Tensors inside tensors: a parameter with a subclass with a quantized tensor with its scales has four levels.
 MAX_NESTED = 16
-
 _MAX_SHOWN = 120
 _NO_RECORD = Record("", None, 0, 0)
 _new = tuple.__new__  # a named tuple in one call, without the Python function that collects its fields

@@ -99,8 +99,7 @@ class Rescue(Frozen, Reported):
             "notes": list(self.notes),
             "warnings": list(self.warnings),
             "mends": [
-                {**repair._asdict(), "bits": list(repair.bits), "record": repair.record or None}
-                for repair in self.mends
+                {**mend._asdict(), "bits": list(mend.bits), "record": mend.record or None} for mend in self.mends
             ],
             "records": [record._asdict() for record in self.records],
             "tensors": [{**outcome._asdict(), "why": outcome.why or None} for outcome in self.tensors],

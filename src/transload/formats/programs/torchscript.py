@@ -113,9 +113,7 @@ OPERATORS: dict[str, str] = {
     "aten::from_file": "reads or maps a file",
     "aten::save": "writes a file",
     "prim::PythonOp": "calls back into Python",
-    "prim::rpc_async": "calls a function on another machine",
-    "prim::rpc_remote": "calls a function on another machine",
-    "prim::rpc_sync": "calls a function on another machine",
+    **dict.fromkeys(("prim::rpc_async", "prim::rpc_remote", "prim::rpc_sync"), "calls a function on another machine"),
     # Registered by torchvision and torchaudio.
     "image::read_file": "reads a file",
     "image::write_file": "writes a file",
