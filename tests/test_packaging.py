@@ -125,7 +125,6 @@ def imports(modules: dict[Path, ast.Module]) -> list[tuple[str, Import]]:
 NAMED = {
     "checking": {"safetensors"},  # the package
     "converting": {"safetensors"},  # what has shards
-    "explaining": {"sharded"},  # a page
     "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
     "opening": {"sharded"},  # a kind of tensor
     "writing": {"safetensors", "npz", "npy", "gguf", "sharded", "dcp"},  # what convert writes, or not; a kind of tensor

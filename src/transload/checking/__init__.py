@@ -39,7 +39,7 @@ from transload.opening import inspect
 from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import path_text, plural, printable, size
-from transload.steps import fix_of
+from transload.steps import fix_of, tables
 
 __all__ = ["Check", "Compatibility", "check", "check_here", "is_cuda_compatible", "report", "several"]
 
@@ -425,19 +425,6 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
 # -- findings
 
 _DEVICE = re.compile(r"\b(?:cuda|mps|xpu|hpu|npu|mtia|xla)(?::\d{1,4})?\b")
-# The newest tested release that lacks a dtype; the next one may lack it, too.
-_WITHOUT: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "uint16", "uint32", "uint64"), (2, 1)),
-    **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), (2, 1)),
-    **dict.fromkeys(("float4_e2m1fn_x2", "float8_e8m0fnu"), (2, 6)),
-    "bcomplex32": (2, 13),
-}
-# Package → what its tensor names contain.
-_QUANTIZED = {
-    "bitsandbytes": ".quant_state.bitsandbytes__",
-    "LLM.int8() of bitsandbytes": ".SCB",
-    "GPTQ or AWQ": ".qzeros",
-}
 _SHOWN = 6
 _PROJECT = (
     "It is code of the project that saved the file: run from there, or put its folder on PYTHONPATH.",
@@ -474,7 +461,8 @@ def _findings(result: Check) -> Iterator[Finding]:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)
     dtypes = {storage.dtype for storage in checkpoint.storages} | {tensor.dtype for tensor in checkpoint.tensors}
-    unknown = [name for name, last in _WITHOUT.items() if release and release <= last and name in dtypes]
+    last_without = tables("transload.judge", "releases")["without a dtype"]
+    unknown = [name for name, last in last_without.items() if () < release <= numbers_of(last) and name in dtypes]
     if first and (unknown or (release < NESTED_REFUSED and needs_nested_of_2_15(checkpoint))):
         title = f"it holds {', '.join(unknown)}, which torch {first.version} does not have"
         title = title if unknown else f"torch {first.version} cannot rebuild a jagged tensor that torch 2.15 saved"
@@ -502,7 +490,7 @@ def _findings(result: Check) -> Iterator[Finding]:
             title = f"{package.name} runs on NVIDIA GPUs only, and there is none here"
             advice = "Ask its author for a state dict: weights alone need no package."
             yield Finding("cuda-only-package", "warning", title, (names,), (advice,))
-    for quantizer, mark in _QUANTIZED.items():  # they load as plain tensors
+    for quantizer, mark in table("packages")["quantized"].items():  # they load as plain tensors
         if marked := [tensor.name for tensor in checkpoint.tensors if mark in tensor.name]:
             severity: Severity = "note" if devices.of_kind("cuda") else "warning"
             title = f"its weights are quantized for {quantizer}, which runs on NVIDIA GPUs"

@@ -231,7 +231,7 @@ class _Predictor:
                 yield node.position, missing if package in self.torch.absent else self.unknown()
         if self.weights_only and main.rare:
             name, position = next(iter(main.rare.items()))
-            operand = next(code for code, known in REFUSED.items() if known == name)
+            operand = next(code for code, opcode in REFUSED.items() if opcode == name)
             yield position, self.refused(self.words("unsupported", message=f"Unsupported operand {operand}"))
 
     def refused_name(self, full: str, name: str) -> str:

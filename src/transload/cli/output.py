@@ -59,23 +59,16 @@ def print_error(error: TransloadError) -> None:
     emit(blocks, sys.stderr)
 
 
-_RECOVERED = {
-    "restored": "an interrupted retag was undone",
-    "finished": "an interrupted retag was finished",
-    "stale": "the journal of a retag next to it belongs to another file, and was ignored",
-}
-
-
 def finish_retag(path: str) -> None:
     """Finish or undo an interrupted retag of a file before anything reads the file."""
     from transload.io.sources import has_journal
 
     if has_journal(path):
-        from transload.io.journal import recover
+        from transload.io.journal import RECOVERED, recover
         from transload.render.words import path_text
 
         if outcome := recover(path):
-            print(f"transload: {path_text(path)}: {_RECOVERED[outcome]}", file=sys.stderr)
+            print(f"transload: {path_text(path)}: {RECOVERED[outcome]}", file=sys.stderr)
 
 
 def as_bug(error: Exception, where: str = "") -> TransloadError:

@@ -191,13 +191,13 @@ def lines_of(text: str, first: int = 1) -> Iterator[Line]:
             line = _QUOTED.sub("", _CONTROL.sub("", line))  # pasted from a mail or a thread
             stream, stamped = "", False
             for _ in range(3):  # a time before the rank, and another one after it
-                if found := _STAMP.match(line):
+                if prefix := _STAMP.match(line):
                     stamped = True
-                elif found := _STREAM.match(line):
-                    stream = stream or found["stream"].strip("[]: ")
+                elif prefix := _STREAM.match(line):
+                    stream = stream or prefix["stream"].strip("[]: ")
                 else:
                     break
-                line = line[found.end() :]
+                line = line[prefix.end() :]
             if not line.isascii():
                 framed = _RULE.match(line.lstrip())
                 line = _RULE.sub("", line.translate(_BOX)) if framed else line.translate(_BOX)
@@ -309,15 +309,15 @@ def split(lines: Iterable[Line]) -> tuple[list[ErrorChain], list[FlatText]]:
     loose: list[FlatText] = []
     for stream in streams.values():
         errors, others = _parsed(stream)
-        own_chains: list[ErrorChain] = []
+        in_stream: list[ErrorChain] = []
         for error in errors:
             if not error.lines:  # its end is missing, or inside a box drawn around it
                 others += error.frames
-            elif not error.link or not own_chains:
-                own_chains.append([error])
+            elif not error.link or not in_stream:
+                in_stream.append([error])
             else:
-                own_chains[-1].insert(0 if error.link == "inside" else len(own_chains[-1]), error)
-        chains += own_chains
+                in_stream[-1].insert(0 if error.link == "inside" else len(in_stream[-1]), error)
+        chains += in_stream
         loose.append(FlatText(sorted(others, key=lambda line: line.number)))
     chains.sort(key=lambda chain: chain[0].lines[0].number)
     return chains, loose

@@ -1,25 +1,6 @@
 """The known error messages, and which of them occur in a log.
 
-The messages are data: ``pages/*.md``, a file for each subject, read by ``known_errors``. A page is Markdown:
-
-    ## device-index
-
-        says: Attempting to deserialize object on {kind:w} device {index:d} but ...
-        torch: 1.0 and later
-
-    What the text means.
-
-    - What to do.
-    - `$ a command`
-    - `a line of Python`
-
-    Wrong: what is not true in the text's own advice.
-
-    ### device-index/variant
-
-``KnownError`` describes the fields. ``line: WORDS`` is a message that must be a whole line. ``cuda: 209/48 WORDS``
-stands for all the ways in which a CUDA error is printed, with its number (and its number in old releases). A ``###``
-section replaces parts of its page if its ``where`` matches, or if the page's hook, a function in ``hooks``, selects it.
+The messages are data: ``pages/*.md``, a file for each subject. ``pages/README.md`` describes how they are written.
 ``search`` looks for the messages in exceptions and logs; ``nearest`` compares an unknown message with all of them.
 """
 
@@ -40,13 +21,6 @@ from transload.explaining.logs import ErrorChain, FlatText, Line, RaisedError
 from transload.findings import packaged
 from transload.frozen import NamedTuple, Plain
 from transload.steps import listed, sections
-
-_SUBJECTS = (
-    *("devices", "archives", "legacy", "pickles", "weights-only", "state-dicts", "formats"),
-    *("driver", "results", "libraries", "memory", "distributed", "machine", "around"),
-    *("tensors", "saving", "sharded", "parallel", "groups", "features", "packages", "frameworks", "vllm"),
-)
-"""The files of ``pages``, in the order of matching and of the documentation."""
 
 _BLANKS = {
     "": r".{1,400}?",
@@ -108,22 +82,8 @@ class Wording:
 class KnownError(NamedTuple):
     """An error message of PyTorch, or of something below it: what it means and what to do.
 
-    ``cause``, ``fix`` and ``wrong`` may use the values in the blanks of ``says`` and those that ``hook`` computes. In
-    ``fix``, commands begin with ``$ `` and Python with ``| ``. ``doctor`` lists diagnosis codes; without a ``fix``,
-    the advice of their pages is used. ``needs`` says what to examine on this machine: ``file``, ``machine``.
-
-    The ``role`` is ``cause``; ``frame`` for a message that wraps or follows another one, reported only if nothing else
-    is known; or ``remark`` for a message that is not an error. Words that many programs print count only if the pattern
-    ``context`` matches around them, and never if ``unless`` does. ``place`` lists parts of paths and names: a short
-    wording counts only near one of them; a path must be in the innermost frame, since torch calls user code, too.
-    A ``first`` error explains why there is no CUDA, and is shown before the errors that follow from it. ``explains``
-    lists codes of general errors that follow from this one, and are not reported beside it. ``names`` are words that
-    mean this error if they are the whole text.
-
-    ``value: NAME BLANK PATTERN WORDS`` sets the value of a name to the words if the pattern matches in a blank; its
-    groups become values, too. A later line replaces an earlier one. ``sections`` are the ``###`` sections: by name, the
-    fields that each replaces. Unless a hook chooses, the first one applies whose ``where: BLANK PATTERN`` matches. The
-    blank ``text`` is the whole text from the match on.
+    ``pages/README.md`` describes the fields. In ``fix``, commands begin with ``$ `` and Python with ``| ``.
+    ``sections`` are the ``###`` sections: by name, the fields that each replaces.
     """
 
     code: str
@@ -172,7 +132,8 @@ _SAID = re.compile("\n    (?:says|line|cuda): (.+)")
 @cache
 def _pages() -> tuple[Page, ...]:
     out: list[Page] = []
-    for name in _SUBJECTS:
+    ((_, files),) = sections(packaged(__package__, "pages/README.md"))
+    for name in files.replace("- ", "").split():
         file = packaged(__package__, f"pages/{name}.md")
         for code, text in sections(file):
             says = tuple(_SAID.findall(text))
@@ -437,10 +398,10 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
     lines = [text for text in loose if text.flat]
     if any(chains) or len(lines) != 1 or len(lines[0].starts) != 1:
         return []
-    said = re.sub(r"^[\w.]+(?:Error|Exception): ", "", lines[0].flat).rstrip(" .:…")
-    start, _, last = said.rpartition(" ")
+    message = re.sub(r"^[\w.]+(?:Error|Exception): ", "", lines[0].flat).rstrip(" .:…")
+    start, _, last = message.rpartition(" ")
     matches: list[ErrorMatch] = []
-    for begun, value in ((said.lower(), ""), (f"{start.lower()} …", last)):
+    for begun, value in ((message.lower(), ""), (f"{start.lower()} …", last)):
         if len(begun) < _SHORTEST_BEGINNING or not _TERMS.search(begun):
             continue
         pattern = re.compile(rf"(?:^{'' if value else '|…: '}){re.escape(begun)}(?!\w)")
@@ -451,7 +412,7 @@ def beginning(chains: Iterable[ErrorChain], loose: Iterable[FlatText]) -> list[E
                 if speaks and error.hook in ("", *WITHOUT_BLANKS):
                     values = dict.fromkeys(wording.pattern.groupindex, "…")
                     values |= dict.fromkeys([*values][:1], value) if value else {}
-                    matches.append(ErrorMatch(error, 0, len(said), values, wording.weight, lines[0], ""))
+                    matches.append(ErrorMatch(error, 0, len(message), values, wording.weight, lines[0], ""))
     return sorted(matches, key=lambda match: match.weight)[:1]  # the wording that has the least more to say
 
 

@@ -280,12 +280,19 @@ def _finish(path: str, *, keep: bool) -> None:
         raise cannot_write(error, journal, outcome=done) from error
 
 
+RECOVERED = {
+    "restored": "an interrupted retag was undone",
+    "finished": "an interrupted retag was finished",
+    "stale": "the journal of a retag next to it belongs to another file, and was ignored",
+}
+"""What ``recover`` has done, in words."""
+
+
 def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
     """Repair a file that an interrupted change has left partly changed. Without a journal this only checks for one.
 
-    ``restored``: the file is as it was before. ``finished``: it was changed already. ``stale``: the journal belongs to
-    another file, and both are left alone. Empty: there was nothing to do. ``anywhere`` also accepts a journal that was
-    copied together with its file.
+    Returns a key of ``RECOVERED``, or an empty string if there was nothing to do. ``anywhere`` also accepts a journal
+    that was copied together with its file.
     """
     if not has_journal(path):
         return ""

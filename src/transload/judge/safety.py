@@ -228,16 +228,13 @@ def judge_pickles(pickles: Iterable[Pickle], *, getattr_allowed: bool = False, l
 
 
 class _Use:
-    """A ``GlobalUse`` while it is counted."""
-
-    __slots__ = ("built", "called", "full_name", "imported", "purpose", "spelling", "stream", "verdict")
+    """A ``GlobalUse`` while it is counted, with the same attributes."""
 
     def __init__(self, module: str, name: str, stream: str) -> None:
-        self.full_name = f"{module}.{name}"
+        self.module, self.name = module, name
         self.verdict, self.purpose = names.classify(module, name)
         self.imported = self.called = self.built = 0
-        self.spelling = ""
-        self.stream = stream
+        self.spelling, self.stream = "", stream
 
 
 class _Judge:
@@ -289,7 +286,8 @@ class _Judge:
                 use.built += 1
             if is_ordinary_call(call, *ordinary):
                 continue
-            complaint = check_call(use.full_name, call) if use.verdict == "data" else self.check_other(use, call)
+            full = f"{use.module}.{use.name}"
+            complaint = check_call(full, call) if use.verdict == "data" else self.check_other(full, call)
             if complaint:
                 self.complain(*complaint, pickle, call.position)
             if use.verdict == "dangerous" and use.purpose.startswith("loads another"):
@@ -345,13 +343,13 @@ class _Judge:
         else:
             self.complain("unknown", "it calls something that is not a function", pickle, call.position)
 
-    def check_other(self, use: _Use, call: Call) -> Complaint:
+    def check_other(self, name: str, call: Call) -> Complaint:
         """What is wrong with a call of a name that is not data, besides the name."""
         if call.items or call.appended:
             self.unloadable = self.unloadable or "puts items into something that is not a plain dictionary or list"
-        if use.full_name == "builtins.getattr" and not _plain_getattr(call):
+        if name == "builtins.getattr" and not _plain_getattr(call):
             return "dangerous", "it reaches into objects by name"
-        if use.full_name == "builtins.type" and not (type(call.args) is tuple and len(call.args) == 1):
+        if name == "builtins.type" and not (type(call.args) is tuple and len(call.args) == 1):
             return "dangerous", "it makes a class"
         if any(map(self.sets_dunder, call.states or ())):
             return "dangerous", "it sets a double-underscore attribute on an object"
@@ -430,10 +428,7 @@ class _Judge:
             excused = self.uses[_GETATTR]
             excused.verdict = "unknown"
             excused.purpose = "an enumeration member or a method, looked up by name on another object in the file"
-        uses = tuple(
-            GlobalUse(*key, its.verdict, its.purpose, its.imported, its.called, its.built, its.spelling, its.stream)
-            for key, its in {**self.excused, **self.uses}.items()
-        )
+        uses = tuple(GlobalUse(**vars(use)) for use in {**self.excused, **self.uses}.values())
         dangerous = [use for use in uses if use.verdict == "dangerous"]
         refused = [use for use in uses if use.verdict in ("unknown", "harmless")]
         levels += ["dangerous"] if dangerous else []

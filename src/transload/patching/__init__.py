@@ -318,10 +318,10 @@ def remove_our_frames(error: BaseException) -> None:
                 entries.clear()
             trace = trace.tb_next
         linked: TracebackType | None = None
-        for each in reversed(entries):
-            if not each.tb_frame.f_code.co_filename.startswith(_HERE):
-                linked = type(each)(linked, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        for entry in reversed(entries):
+            if not entry.tb_frame.f_code.co_filename.startswith(_HERE):
+                linked = type(entry)(linked, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
         this.__traceback__ = linked
         members = getattr(this, "exceptions", ())  # of a group
         others = (this.__cause__, this.__context__, *(members if isinstance(members, tuple) else ()))
-        waiting += [each for each in others if isinstance(each, BaseException)]
+        waiting += [other for other in others if isinstance(other, BaseException)]

@@ -224,7 +224,7 @@ def _properties(*_: Any, **__: Any) -> Any:
 def _dtypes(*_: Any, **__: Any) -> dict[str, Any]:
     import torch
 
-    return {"supported_dtypes": {each for each in vars(torch).values() if isinstance(each, torch.dtype)}}
+    return {"supported_dtypes": {value for value in vars(torch).values() if isinstance(value, torch.dtype)}}
 
 
 def _generator(method: str) -> Callable[..., Any]:
@@ -330,7 +330,9 @@ def _the_stream() -> _Stream:
 
 
 def _copies(tensors: Any, devices: Any, *_: Any, **__: Any) -> list[Any]:
-    return [[each.clone() if index else each.view_as(each) for each in tensors] for index, _ in enumerate(devices)]
+    return [
+        [tensor.clone() if index else tensor.view_as(tensor) for tensor in tensors] for index in range(len(devices))
+    ]
 
 
 def _scatter(tensor: Any, devices: Any, chunk_sizes: Any = None, dim: int = 0, *_: Any, **__: Any) -> Any:
@@ -342,7 +344,7 @@ def _gather(tensors: Any, dim: int = 0, destination: Any = None, *, out: Any = N
     import torch
 
     del destination
-    return torch.cat([each if each.dim() else each.view(1) for each in tensors], dim, out=out)
+    return torch.cat([tensor if tensor.dim() else tensor.view(1) for tensor in tensors], dim, out=out)
 
 
 def _sum(inputs: Any, *_: Any, **__: Any) -> Any:
@@ -350,7 +352,7 @@ def _sum(inputs: Any, *_: Any, **__: Any) -> Any:
 
 
 def _apply_each(modules: Any, inputs: Any, kwargs_tup: Any = None, *_: Any, **__: Any) -> list[Any]:
-    given = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
+    given = [value if isinstance(value, tuple | list) else (value,) for value in inputs]
     return [module(*given[index], **(kwargs_tup[index] if kwargs_tup else {})) for index, module in enumerate(modules)]
 
 
@@ -428,7 +430,7 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
     "torch.nn.parallel._functions.Gather": {"apply": lambda _, dim, *given: _gather(given, dim)},
     "torch.nn.parallel._functions.Scatter": {"apply": lambda to, sizes, dim, given: _scatter(given, to, sizes, dim)},
     "torch.nn.parallel.comm": {
-        "broadcast": lambda tensor, devices: tuple(each for (each,) in _copies([tensor], devices)),
+        "broadcast": lambda tensor, devices: tuple(copy for (copy,) in _copies([tensor], devices)),
         "broadcast_coalesced": _copies,
         "gather": _gather,
         "reduce_add": _sum,

@@ -92,8 +92,8 @@ def _twigs(twig: Twig, *, mixed: bool, is_open: bool) -> Iterator[str]:
             kind = f"{_safe(tensor.dtype, 40)} {_safe(tensor.device, 40)}" if mixed else _safe(tensor.dtype, 40)
             yield _line(name, kind, escape(shape_text(tensor.shape)), size(child.nbytes))
             continue
-        each = f"{size(child.nbytes // child.copies)} each" if child.copies > 1 else plural(child.tensors, "tensor")
-        line = _line(name, "", _dim(each, "span"), size(child.nbytes))
+        amount = f"{size(child.nbytes // child.copies)} each" if child.copies > 1 else plural(child.tensors, "tensor")
+        line = _line(name, "", _dim(amount, "span"), size(child.nbytes))
         yield f"<details{' open' if is_open else ''}><summary>{line}</summary><div class='tl-below'>"
         yield from _twigs(child, mixed=mixed, is_open=is_open and len(child.children) + child.hidden == 1)
         yield "</div></details>"

@@ -417,17 +417,13 @@ _METHODS = {
     "rewrite": "a copy with a new index",
     "undo": "what was there before the last retag",
 }
-_RECOVERED = {
-    "restored": "an earlier retag was interrupted: the file was restored first",
-    "finished": "an earlier retag was interrupted after its last byte: it is complete",
-}
 
 
 def report(retag: Retag) -> Iterator[Block]:
     """Everything ``transload retag`` says."""
     yield Prose(((path_text(retag.out or retag.path, None), "strong"),))
     if retag.recovered:
-        yield row("before", _RECOVERED[retag.recovered], "trust")
+        yield row("before", journal.RECOVERED[retag.recovered], "trust")
     rows: list[tuple[Words, ...]] = []
     for tag in retag.tags[:_TAGS]:
         stays, amount = tag.old == tag.new, (plural(tag.storages, "storage"), size(tag.nbytes))

@@ -304,10 +304,10 @@ def _fitted(data: bytes, site: Site, text: bytes, protocol: int, *, forget: bool
         forms[site.place] = text, _BINUNICODE + text[1:2] + bytes(3) + text[2:]
     if forget and site.entry >= 0 and parts[site.place + 1][0] != _MEMOIZE:
         forms[site.place + 1] = (b"",)
-    chosen = _choice(tuple([tuple(map(len, each)) for each in forms]), room)
+    chosen = _choice(tuple([tuple(map(len, choices)) for choices in forms]), room)
     if chosen is None:
         return None
-    new = b"".join([each[index] for each, index in zip(forms, chosen, strict=True)])
+    new = b"".join([choices[index] for choices, index in zip(forms, chosen, strict=True)])
     return bytes((_PROTO, max(protocol, 2))) * ((room - len(new)) // _FILLER) + new
 
 
