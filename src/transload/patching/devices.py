@@ -143,7 +143,7 @@ def _count(kind: str) -> int:
     if key not in _counts:
         import torch
 
-        if kind == "cuda" and torch.cuda._is_in_bad_fork():  # noqa: SLF001 - torch raises an error for that
+        if kind == "cuda" and torch.cuda._is_in_bad_fork():  # torch raises an error for that
             return -1
         module: Any = getattr(torch, kind, None)
         functions = [getattr(module, name, bool) for name in ("is_available", "device_count")]

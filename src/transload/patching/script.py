@@ -108,7 +108,7 @@ def _module(words: list[str]) -> _Found:
     sys.argv = ["-m", *words[1:]]  # while its packages are imported
     try:
         # As pdb and trace do: it supports packages with a __main__, and has Python's messages for what cannot be run.
-        _, spec, code = runpy._get_module_details(words[0], _NoModuleError)  # type: ignore[attr-defined]  # noqa: SLF001
+        _, spec, code = runpy._get_module_details(words[0], _NoModuleError)  # type: ignore[attr-defined]
     except _NoModuleError as error:
         sys.exit(f"transload run: {error}")
     sys.argv[0] = spec.origin

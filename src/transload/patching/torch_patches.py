@@ -68,9 +68,9 @@ def patch_torch(
     # torch fills these tables of its functions at first use: let it do so before they are replaced.
     from torch.utils._device import _device_constructors
 
-    builtins = torch.jit._builtins  # noqa: SLF001 - there is no public way
+    builtins = torch.jit._builtins
     _device_constructors()
-    builtins._find_builtin(None)  # noqa: SLF001
+    builtins._find_builtin(None)
     _clear_compiler_tables()
     at_undo(_clear_compiler_tables)
 
@@ -93,10 +93,10 @@ def patch_torch(
                 home = sys.modules.get(getattr(real, "__module__", None) or "", owner)
                 if vars(home).get(name) is real:  # torch.cuda.memory.empty_cache is torch.cuda.empty_cache
                     replace(home, name, ours)
-                operator = builtins._find_builtin(real)  # noqa: SLF001
+                operator = builtins._find_builtin(real)
                 if operator is not None:
-                    builtins._register_builtin(ours, operator)  # noqa: SLF001
-                    at_undo(partial(builtins._get_builtin_table().pop, id(ours), None))  # noqa: SLF001
+                    builtins._register_builtin(ours, operator)
+                    at_undo(partial(builtins._get_builtin_table().pop, id(ours), None))
 
     patch(torch, _REPLACED)
     for path, replaced in _REPLACED_LATER.items():
@@ -465,7 +465,7 @@ def _pretending(question: str, answer: Any) -> Callable[..., Any]:
             truth = None
         if truth not in (0, -1, None) or devices.looking or not is_missing("cuda"):
             return truth
-        caller = sys._getframe(2)  # noqa: SLF001
+        caller = sys._getframe(2)
         if not caller.f_globals.get("__name__", "").startswith("torch."):
             devices.asked[caller.f_code, caller.f_lineno] = question
         elif not question.startswith("torch.cuda."):  # torch itself must know where a tensor is
@@ -601,7 +601,7 @@ def _optimize(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Make an optimizer, add parameters, or load its state, without the options that torch refuses on the CPU."""
     import torch
 
-    fused = "cpu" not in torch.utils._foreach_utils._get_fused_kernels_supported_devices()  # noqa: SLF001 - until 2.3
+    fused = "cpu" not in torch.utils._foreach_utils._get_fused_kernels_supported_devices()  # until 2.3
     if fused and kwargs.get("fused") and on_cpu():
         kwargs["fused"] = False
     real(self, *args, **kwargs)
@@ -611,7 +611,7 @@ def _optimize(real: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def _seed(real: Any, seed: int) -> None:
     """``torch.cuda.manual_seed_all``. ``torch.manual_seed`` calls it too, but seeds the CPU itself."""
-    if sys._getframe(2).f_globals.get("__name__") == "torch.random":  # noqa: SLF001
+    if sys._getframe(2).f_globals.get("__name__") == "torch.random":
         real(seed)
     else:
         _answering("torch.cuda.manual_seed_all", _generator("manual_seed"))(real, seed)

@@ -539,7 +539,7 @@ def bloat_warning(obj: Any, storages: Sequence[Stored]) -> str:
             used = sum(end - start for start, end in merged_ranges(views))
             if len(views) == 1 and (view := views.pop()).is_sparse:
                 used = view.nbytes
-            unused[stored.storage._cdata] = stored.nbytes - used  # noqa: SLF001 - torch's identity of a storage
+            unused[stored.storage._cdata] = stored.nbytes - used  # torch's identity of a storage
     waste, total = sum(unused.values()), sum(stored.nbytes for stored in storages)
     if waste < _LITTLE or waste * 100 < _SHARE * total:
         return ""
@@ -564,7 +564,7 @@ def _names(obj: Any, wanted: set[int]) -> Iterator[str]:
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
             with suppress(RuntimeError, NotImplementedError):  # a tensor without a storage
-                if value.untyped_storage()._cdata in wanted:  # noqa: SLF001 - as above
+                if value.untyped_storage()._cdata in wanted:
                     yield place or "the tensor itself"
         elif isinstance(value, torch.nn.Module):
             stack.append((place, value.state_dict(keep_vars=True)))

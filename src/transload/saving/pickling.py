@@ -221,7 +221,7 @@ class _Reducer:
             for dtype, name in STORAGE_CLASSES.items()
             if not dtype.startswith(("complex", "q"))  # complex tensors may be conjugated, so torch reduces them
         }
-        self._rebuild: Any = torch._utils._rebuild_tensor_v2  # noqa: SLF001 - the function that files name
+        self._rebuild: Any = torch._utils._rebuild_tensor_v2  # the function that files name
         # The classes of objects that may have a persistent id: storages, in the legacy form also classes.
         self.with_id: set[type] = {_Ref, Stored}
         kinds = [torch.storage.TypedStorage, torch.storage.UntypedStorage, *([type] if legacy else [])]
@@ -252,20 +252,20 @@ class _Reducer:
         """As ``_use``, for a storage object from torch's reduction of a tensor."""
         torch = self._torch
         typed = isinstance(obj, torch.storage.TypedStorage)
-        storage = obj._untyped_storage if typed else obj  # noqa: SLF001 - the public way warns
+        storage = obj._untyped_storage if typed else obj  # the public way warns
         if storage.device.type == "meta":
             what = "a storage on the meta device has no bytes to save"
             raise CannotPickleError(what, fix="Save the tensor instead of its storage.")
         if typed:
-            kind = getattr(torch, obj._pickle_storage_type())  # noqa: SLF001 - as torch.save asks
-            return self._use(storage, obj.dtype, kind, obj._element_size(), geometry)  # noqa: SLF001 - as above
+            kind = getattr(torch, obj._pickle_storage_type())  # as torch.save asks
+            return self._use(storage, obj.dtype, kind, obj._element_size(), geometry)
         return self._use(storage, torch.uint8, torch.storage.UntypedStorage, 1, geometry)
 
     def _use(
         self, storage: Any, dtype: Any, kind: Any, itemsize: int, geometry: Geometry | None
     ) -> tuple[_Ref, int, tuple[int, ...]]:
         """The reference to a storage, and the offset and stride of the tensor in its record."""
-        name = storage._cdata  # noqa: SLF001 - torch's identity of a storage
+        name = storage._cdata  # torch's identity of a storage
         start, nbytes = 0, storage.nbytes()
         offset, stride = (geometry.offset, geometry.stride) if geometry else (0, ())
         piece = self._cuts.piece(storage, geometry) if self._cuts else None
@@ -305,7 +305,7 @@ class _Reducer:
         if kind is _NoHooks:
             return _NoHooks.reduced
         if kind is self._torch.nn.Parameter and not obj.__dict__:
-            return self._torch._utils._rebuild_parameter, (obj.data, obj.requires_grad, _NoHooks())  # noqa: SLF001 - in files
+            return self._torch._utils._rebuild_parameter, (obj.data, obj.requires_grad, _NoHooks())
         if issubclass(kind, self.tensor):
             return self._adapted(obj.__reduce_ex__(self.protocol))
         return NotImplemented
@@ -320,7 +320,7 @@ class _Reducer:
             dtype not in self._kinds
             or tensor.layout is not self._strided
             or tensor.__dict__
-            or (requires_grad and tensor._backward_hooks is not None)  # noqa: SLF001 - torch warns of them
+            or (requires_grad and tensor._backward_hooks is not None)  # torch warns of them
             or tensor.is_nested
             or tensor.is_neg()
             or not (tensor.is_cpu or tensor.is_cuda)
@@ -328,7 +328,7 @@ class _Reducer:
             return self._adapted(tensor.__reduce_ex__(self.protocol))
         kind, itemsize = self._kinds[dtype]
         storage = tensor.untyped_storage()
-        data, nbytes = storage._cdata, storage.nbytes()  # noqa: SLF001 - torch's identity of a storage
+        data, nbytes = storage._cdata, storage.nbytes()  # torch's identity of a storage
         size, stride, offset = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
         ref: _Ref
         if (
@@ -353,10 +353,10 @@ class _Reducer:
         torch = self._torch
         function, arguments, *rest = reduced
         name = getattr(function, "__name__", "")
-        if name in _WITH_STORAGE and function is getattr(torch._utils, name, None):  # noqa: SLF001 - in files
+        if name in _WITH_STORAGE and function is getattr(torch._utils, name, None):
             storage, offset, size, stride, *more = arguments
             if isinstance(storage, torch.storage.TypedStorage):
-                itemsize = storage._element_size()  # noqa: SLF001 - as above
+                itemsize = storage._element_size()
             else:  # its dtype is among the other arguments
                 dtypes = (argument for argument in more if isinstance(argument, torch.dtype))
                 itemsize = next((torch.empty(0, dtype=dtype).element_size() for dtype in dtypes), 1)
@@ -397,7 +397,7 @@ class _Cuts:
             if stored.whole or any(view.byte_range[1] > storage.nbytes() for view in views):
                 continue  # all of it is used, or it was resized under its tensors
             self._storages.append(storage)
-            data = storage._cdata  # noqa: SLF001 - torch's identity of a storage
+            data = storage._cdata  # torch's identity of a storage
             step = max((view.itemsize for view in views), default=1)
             distinct = set(views)
             self._runs[data] = []
@@ -416,7 +416,7 @@ class _Cuts:
         A key for the piece, the storage, the first byte and the number of bytes to write, and the tensor's offset and
         stride in them.
         """
-        data = storage._cdata  # noqa: SLF001 - as above
+        data = storage._cdata
         runs = self._runs.get(data)
         if runs is None or geometry is None:
             return None
@@ -477,7 +477,7 @@ def _culprit(obj: Any, protocol: int, pickle_module: Any, kind: type[Exception])
     if issubclass(kind, RecursionError):
         fix = "It is nested too deep for pickle: make it flatter, or allow more by sys.setrecursionlimit()."
     elif isinstance(obj, torch.Tensor):
-        how = "clone()" if obj._is_zerotensor() else "to_dense()"  # noqa: SLF001 - there is no other way to ask
+        how = "clone()" if obj._is_zerotensor() else "to_dense()"  # there is no other way to ask
         fix = f"Save a plain tensor with the same numbers: {how} makes one."
     elif isinstance(obj, torch.nn.Module):
         fix = f"{fix}." if "." in place else "Save its state_dict() instead."
