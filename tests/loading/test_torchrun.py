@@ -44,19 +44,19 @@ def tell(**facts):
 """
 
 
-def run(folder: Path, script: str) -> list[dict[str, Any]]:
-    """Run a script on two ranks and return the facts each one wrote."""
+def run(folder: Path, script: str, ranks: int = 2) -> list[dict[str, Any]]:
+    """Run a script on several ranks and return the facts each one wrote."""
     path = folder / "script.py"
     path.write_text(PREAMBLE + script, encoding="utf-8")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "TORCHELASTIC"))}
     environ |= {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environ["TMPDIR"] = str(folder)  # torchrun leaves folders behind
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     if forks.FORKS:  # the ranks too start with torch already imported
         launcher += ["--no-python", sys.executable, "-S", forks.__file__, "ask", forks.server("torch")]
     process = forks.run(*launcher, path, cwd=folder, env=environ)
     assert process.returncode == 0, process.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 FULL_FILE = """

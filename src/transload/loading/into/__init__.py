@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from transload.loading import check_settings
 from transload.loading.handles import TensorReader, build_node
 from transload.loading.into.compare import SHOWN, Comparison, Task, Unbuilt, described, modules_of
 from transload.loading.into.keys import key_function
+from transload.loading.into.ranks import Ranks, seen
+from transload.loading.into.shards import gathers, local_tensor, meta_devices, own_hooks, reshard
 from transload.opening.jobs import Settings
 from transload.render.words import plural
 
@@ -82,6 +85,7 @@ def load_into(
     threads: int | None = None,
     pinned_mb: int | None = None,
     direct: bool | None = None,
+    process_group: Any = None,
 ) -> Loaded:
     """Read the weights in a file into a model, each tensor straight into its parameter, without a second copy.
 
@@ -102,44 +106,67 @@ def load_into(
     left as they are in the model, and a warning names them. Another warning names buffers on the meta device that are
     never saved: they stay there. ``threads``, ``pinned_mb`` and ``direct`` are as for ``transload.load``.
 
+    Of a sharded model (DTensors of FSDP2 or tensor parallelism, or FSDP1) each rank reads only what it has; call it on
+    every rank. They agree: if one cannot load, all raise, and no model is changed. ``process_group`` has the ranks that
+    take part; by default those of the model.
+
     Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
     shapes or dtypes differ, ``MismatchError`` says how, and the model is unchanged. Only modules with custom
     loading code, and hooks, can still raise while it is loaded, as in torch.
     """
-    settings = check_settings(threads, pinned_mb, direct)
     if not callable(getattr(model, "named_parameters", None)):
         fix = "For a dictionary of tensors there is transload.load."
         raise UsageError(f"expected a module, not {type(model).__name__}", fix=fix)
-    user_rename = None if rename is None else cache(key_function(rename))
-    opened = TensorReader(f, "auto" if device is None else device)
-    with opened:
-        with gc_paused():
-            ignore = ignore_mismatched_sizes
-            comparison = Comparison(model, opened, prefix, user_rename, cast=cast, ignore_shapes=ignore)
-            _refuse(comparison, strict=strict)
-        loaded = _load(comparison, settings, strict=strict)
-        opened.check_unchanged()
-        return loaded
+    ranks = Ranks(model, process_group)
+    with ExitStack() as files:
+        with ranks:
+            settings = check_settings(threads, pinned_mb, direct)
+            user_rename = None if rename is None else cache(key_function(rename))
+            opened = TensorReader(f, "auto" if device is None else device)
+            files.enter_context(opened)
+            with gc_paused():
+                reshard(model)
+                ignore = ignore_mismatched_sizes
+                comparison = Comparison(model, opened, prefix, user_rename, cast=cast, ignore_shapes=ignore)
+                _refuse(comparison, strict=strict)
+            if ranks:
+                ranks.seen = seen(opened)
+        with ranks:
+            ranks.is_writing = True
+            loaded = _load(comparison, settings, meta_devices(model) if device is None else {}, strict=strict)
+            opened.check_unchanged()
+    if ranks.is_first:
+        _warn(comparison, loaded)
+    return loaded
 
 
 class _LazyStateDict(UserDict[str, Any]):
     """A state dict that reads a tensor, or builds another value, on each access, and does not keep it.
 
-    With ``lands``, tensors are read onto the devices they go to, since they become the parameters themselves.
+    With ``lands``, tensors are read onto the devices they go to, since they become the parameters themselves. For a
+    DTensor of the model it reads a DTensor: this rank's part.
     """
 
-    def __init__(self, entries: dict[str, Any], opened: TensorReader) -> None:
+    def __init__(self, entries: dict[str, Any], comparison: Comparison, devices: dict[int, str]) -> None:
         self.data = entries
         self.lands = False
-        self._opened = opened
+        self._comparison, self._devices = comparison, devices
 
     def __getitem__(self, key: str) -> Any:
-        value = self.data[key]
+        value, opened, slot = self.data[key], self._comparison.opened, self._comparison.slots.get(key)
         if isinstance(value, Unbuilt):
-            return build_node(value.file, value.node, self._opened.device_map)
+            return build_node(value.file, value.node, opened.device_map)
         if not isinstance(value, Tensor):
             return value
-        return self._opened.read(value, device=self._opened.device(value.device) if self.lands else "cpu")
+        if slot is not None and slot.parts is not None and slot.tensor is not None and slot.shape == value.shape:
+            import torch
+
+            device = self._devices.get(id(slot.tensor)) or (opened.device(value.device) if self.lands else None)
+            whole = torch.empty_like(slot.tensor, dtype=opened.dtype_of(value), device=device, requires_grad=False)
+            targets = [part.of(local_tensor(whole)) for part in slot.parts]
+            opened.fill([(value, into, part.box) for part, into in zip(slot.parts, targets, strict=True)])
+            return whole
+        return opened.read(value, device=opened.device(value.device) if self.lands else "cpu")
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self.data))  # a hook may remove entries meanwhile
@@ -149,7 +176,7 @@ class _LazyStateDict(UserDict[str, Any]):
     ) -> None:
         """Let a module and its children load their entries, as ``load_state_dict`` does."""
         below = {key: value for key, value in self.data.items() if key.startswith(prefix)}
-        state = _LazyStateDict(below, self._opened)
+        state = _LazyStateDict(below, self._comparison, self._devices)
         state.lands = any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
         metadata = {**versions.get(prefix[:-1], {}), **({"assign_to_params_buffers": True} if state.lands else {})}
         module._load_from_state_dict(state, prefix, metadata, True, *report)  # noqa: SLF001 - what load_state_dict calls
@@ -162,50 +189,56 @@ def _refuse(comparison: Comparison, *, strict: bool) -> None:
     """Raise for every mismatch that is known before a byte is read."""
     modules = modules_of(comparison.model)
     # Custom modules and hooks may still remove keys from the lists.
-    later = comparison.custom or any(module._load_state_dict_post_hooks for _, module in modules)  # noqa: SLF001
+    later = comparison.custom or any(own_hooks(module._load_state_dict_post_hooks) for _, module in modules)  # noqa: SLF001
     keys_differ = (comparison.missing or comparison.unexpected) and strict and not later
     nothing = not comparison.match.tensors and not comparison.custom and bool(comparison.slots)
     if comparison.shapes or comparison.dtypes or keys_differ or nothing:
         raise MismatchError(comparison, [])
     for task in comparison.tasks:
-        comparison.opened.check(task.tensor)
+        for index in task.indices:
+            comparison.opened.check(task.tensor, index)
 
 
-def _load(comparison: Comparison, settings: Settings, *, strict: bool) -> Loaded:
-    """Fill the model, and run its hooks, as ``load_state_dict`` does."""
+def _load(comparison: Comparison, settings: Settings, devices: dict[int, str], *, strict: bool) -> Loaded:
+    """Fill the model, and run its hooks, as ``load_state_dict`` does; ``devices`` are as of ``meta_devices``."""
     match, opened, model = comparison.match, comparison.opened, comparison.model
-    missing, unexpected, path = comparison.missing, comparison.unexpected, opened.checkpoint.path
+    missing, unexpected = comparison.missing, comparison.unexpected
     errors: list[str] = []
-    extras = dict(_LazyStateDict(dict(comparison.extras), opened))
+    extras = dict(_LazyStateDict(dict(comparison.extras), comparison, devices))
     if comparison.custom:
-        _load_custom(comparison, errors)
-    _fill(opened, comparison.tasks, settings)
+        _load_custom(comparison, devices, errors)
+    _fill(opened, comparison.tasks, settings, devices)
     for key, value in extras.items():
         comparison.slots[key].module.set_extra_state(value)
     loaded = Loaded(missing, unexpected)
     for _, module in reversed(list(modules_of(model))):  # children before their parents
         for hook in module._load_state_dict_post_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
-            hook(module, loaded)
+            if not gathers(hook):
+                hook(module, loaded)
     if errors or (strict and (missing or unexpected)):
         raise MismatchError(comparison, errors, "loaded only in part: ")
-    notes = match.notes
+    loaded.found, loaded.notes = match.branch.name, match.notes
     if comparison.ignored:
         differing = [f"{key} ({file} in the file, {model} in the model)" for key, file, model in comparison.ignored]
         loaded.matched = "All other keys"
         which = join_names(differing, SHOWN, 1000)
-        notes += (f"left {plural(len(differing), 'key')} of another shape as in the model: {which}",)
-    if notes:
-        warn(f"{path}: {'; '.join(notes)}", KeysWarning)
+        loaded.notes += (f"left {plural(len(differing), 'key')} of another shape as in the model: {which}",)
+    return loaded
+
+
+def _warn(comparison: Comparison, loaded: Loaded) -> None:
+    """Warn of what was done to keys, and of tensors that have no values."""
+    path = comparison.opened.checkpoint.path
+    if loaded.notes:
+        warn(f"{path}: {'; '.join(loaded.notes)}", KeysWarning)
     if unfilled := _unfilled(comparison):
         note = f"still on the meta device, since the file has no values for them: {join_names(unfilled, SHOWN)}"
         fix = "Compute them as the model does when it is made: until then it cannot be run."
         warn(f"{path}: {note}. {fix}", LandingWarning)
-        notes += (note,)
-    loaded.found, loaded.notes = match.branch.name, notes
-    return loaded
+        loaded.notes += (note,)
 
 
-def _load_custom(comparison: Comparison, errors: list[str]) -> None:
+def _load_custom(comparison: Comparison, devices: dict[int, str], errors: list[str]) -> None:
     """Let modules with custom loading code load their entries."""
     match, opened = comparison.match, comparison.opened
     entries: dict[str, Any] = {**match.rest, **match.tensors}
@@ -213,7 +246,7 @@ def _load_custom(comparison: Comparison, errors: list[str]) -> None:
         place, new = opened.node((*match.branch.path, name)), comparison.user_rename(name)
         if place and new is not None and match.rename(new) not in match.tensors:
             entries[match.rename(new)] = Unbuilt(*place)
-    state = _LazyStateDict(entries, opened)
+    state = _LazyStateDict(entries, comparison, devices)
     for prefix, module in comparison.custom.items():
         state.load(module, prefix, comparison.versions, (comparison.missing, comparison.unexpected, errors))
     # If a module has replaced a parameter on the meta device, put the new one into its other slots, too.
@@ -225,7 +258,7 @@ def _load_custom(comparison: Comparison, errors: list[str]) -> None:
             slot.table[slot.name] = other
 
 
-def _fill(opened: TensorReader, tasks: list[Task], settings: Settings) -> None:
+def _fill(opened: TensorReader, tasks: list[Task], settings: Settings, devices: dict[int, str]) -> None:
     """Fill every parameter; a new one in place of one on the meta device."""
     import torch
 
@@ -233,14 +266,18 @@ def _fill(opened: TensorReader, tasks: list[Task], settings: Settings) -> None:
     for task in tasks:
         target: Any = task.slots[0].tensor
         if target.is_meta:
-            new = torch.empty_like(target, device=opened.device(task.tensor.device))
+            new = torch.empty_like(target, device=devices.get(id(target)) or opened.device(task.tensor.device))
             if isinstance(target, torch.nn.Parameter):
                 new = torch.nn.Parameter(new, requires_grad=target.requires_grad)
             vars(new).update(vars(target))
             target = new
         targets.append(target)
     try:
-        items = [(task.tensor, target, task.part) for task, target in zip(tasks, targets, strict=True)]
+        items = [
+            (task.tensor, into, index)
+            for task, target in zip(tasks, targets, strict=True)
+            for index, into in zip(task.indices, task.targets(target), strict=True)
+        ]
         opened.fill(items, settings)
     except TransloadError as error:
         error.fix = f"The model may be partly filled. {error.fix}".rstrip()

@@ -19,8 +19,9 @@ from transload.checkpoint import Tensor
 from transload.errors import TransloadError, UsageError
 from transload.findings import join_names
 from transload.frozen import NamedTuple
-from transload.loading.handles import TensorReader, build_node
+from transload.loading.handles import Index, TensorReader, build_node
 from transload.loading.into.keys import MARKERS, KeyFunction, Renamed, Shape, find, key_function, likely_renames
+from transload.loading.into.shards import WRAPPERS, Part, dtensor_classes, flat_parts, local_tensor, own_hooks, parts_of
 from transload.nodes import Call, Dict
 from transload.opening import CheckpointFile
 from transload.render.words import plural
@@ -45,6 +46,8 @@ class Slot(NamedTuple):
     tensor: torch.Tensor | None
     shape: Shape
     """``None`` if any fits: for extra state, and for uninitialized parameters of lazy modules."""
+    parts: tuple[Part, ...] | None = None
+    """What this rank has of it, if it is sharded; ``tensor`` is then a DTensor, or this rank's elements."""
 
     @property
     def table(self) -> dict[str, Any]:
@@ -62,7 +65,7 @@ def modules_of(model: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, 
     yield prefix, model
     for name, child in model._modules.items():  # noqa: SLF001 - as load_state_dict goes through them
         if child is not None:
-            yield from modules_of(child, f"{prefix}{name}.")
+            yield from modules_of(child, prefix if name in WRAPPERS else f"{prefix}{name}.")
 
 
 def _slots_of(model: torch.nn.Module) -> dict[str, Slot]:
@@ -71,13 +74,17 @@ def _slots_of(model: torch.nn.Module) -> dict[str, Slot]:
     from torch.nn.parameter import UninitializedTensorMixin
 
     slots: dict[str, Slot] = {}
+    classes, flattened = dtensor_classes(), flat_parts(model)
     for prefix, module in modules_of(model):
         unsaved = module._non_persistent_buffers_set  # noqa: SLF001 - as above
         buffers = [pair for pair in module._buffers.items() if pair[0] not in unsaved]  # noqa: SLF001
+        flat = flattened.get(id(module), {})
+        slots |= {prefix + name: Slot(module, name, *part) for name, part in flat.items()}
         for name, tensor in (*module._parameters.items(), *buffers):  # noqa: SLF001
-            if tensor is not None:
+            if tensor is not None and name not in flat and not (flattened and name == "_flat_param"):
                 shape = None if isinstance(tensor, UninitializedTensorMixin) else tuple(tensor.shape)
-                slots[prefix + name] = Slot(module, name, tensor, shape)
+                parts = parts_of(tensor, prefix + name) if isinstance(tensor, classes) else None
+                slots[prefix + name] = Slot(module, name, tensor, shape, parts)
         if type(module).set_extra_state is not torch.nn.Module.set_extra_state:
             slots[prefix + _EXTRA] = Slot(module, _EXTRA, None, None)
     return slots
@@ -96,7 +103,8 @@ def _custom_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     kinds = (torch.nn.Module, _NormBase, _InstanceNorm)
     methods = {kind._load_from_state_dict for kind in kinds}  # noqa: SLF001 - they are compared, not called
     for prefix, module in modules_of(model):
-        is_custom = type(module)._load_from_state_dict not in methods or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+        hooks = own_hooks(module._load_state_dict_pre_hooks)  # noqa: SLF001
+        is_custom = type(module)._load_from_state_dict not in methods or bool(hooks)  # noqa: SLF001
         if is_custom and not prefix.startswith(tuple(custom)):
             custom[prefix] = module
     return custom
@@ -127,6 +135,17 @@ class Task(NamedTuple):
     tensor: Tensor
     part: tuple[int, ...]
     slots: list[Slot]
+
+    @property
+    def indices(self) -> list[Index]:
+        """What to read: of a sharded parameter, what this rank has."""
+        parts = self.slots[0].parts
+        return [self.part] if parts is None or self.part else [part.box for part in parts]
+
+    def targets(self, target: torch.Tensor) -> list[torch.Tensor]:
+        """Where to read each of them to, in the parameter or the one in its place."""
+        parts, local = self.slots[0].parts, local_tensor(target)
+        return [local] if parts is None or self.part else [part.of(local) for part in parts]
 
 
 class Comparison:

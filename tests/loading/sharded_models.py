@@ -1,0 +1,388 @@
+"""What ``test_sharded_models.py`` runs on several ranks: each case is a function, and every rank runs all of them."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+import warnings
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from transload.errors import CannotReadError, LoadError, MissingFileError
+from transload.loading import handles
+from transload.loading.into import MismatchError, load_into
+
+try:
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+except ImportError:  # before torch 2.6
+    fully_shard = None
+HAS_FSDP2 = fully_shard is not None
+RUNS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 9)
+"""Whether this torch runs models of FSDP2 on the CPU; older ones only shard them there."""
+FOLDER = Path()
+FILES = ("model.pt", "model.safetensors", "sharded", "dcp")
+
+
+class Net(nn.Module):
+    """Rows that do not divide evenly, a parameter of one row, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 9)
+        self.inner = nn.Sequential(nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 9))
+        self.norm = nn.BatchNorm1d(9)
+        self.down = nn.Linear(9, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(self.norm(self.inner(self.up(x))))
+        return y
+
+
+class Tied(Net):
+    """With a parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(9, 1)
+        self.again.weight = self.down.weight
+
+
+class Custom(nn.Linear):
+    """With loading code of its own."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def seeded(kind: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = kind()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(1, 2)
+    return model.eval()
+
+
+def write_files(folder: Path) -> None:
+    """The checkpoints of ``seeded()``, once for all ranks."""
+    from transload.converting import convert
+
+    torch.save({"epoch": 1, "model": seeded().state_dict()}, folder / "model.pt")
+    torch.save(seeded(Tied).state_dict(), folder / "tied.pt")
+    torch.save(seeded(seed=1).state_dict(), folder / "other.pt")
+    torch.save({"weight": torch.arange(24.0).view(6, 4)}, folder / "weight.pt")
+    convert(folder / "model.pt", folder / "model.safetensors", key="model")
+    (folder / "sharded").mkdir()
+    convert(folder / "model.safetensors", folder / "sharded" / "model.safetensors", max_shard_size=400)
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer releases prefer save, which 2.1 does not have
+        writer = dcp.FileSystemWriter(folder / "dcp", thread_count=1)
+        dcp.save_state_dict({"model": seeded().state_dict()}, writer, no_dist=True)
+
+
+# -- the cases
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def wholes(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict with every DTensor gathered."""
+    return {key: whole(value) for key, value in model.state_dict().items()}
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    if not hasattr(tensor, "device_mesh"):
+        return tensor
+    if not hasattr(tensor, "full_tensor"):  # before torch 2.2
+        from torch.distributed._tensor import Replicate
+
+        return tensor.redistribute(tensor.device_mesh, [Replicate()]).to_local()
+    return tensor.full_tensor()
+
+
+def assert_filled(model: nn.Module, reference: nn.Module | None = None) -> None:
+    reference = reference or seeded()
+    found = wholes(model)
+    assert set(found) == set(reference.state_dict())
+    for key, value in reference.state_dict().items():
+        assert torch.equal(found[key], value), key
+    x = torch.linspace(0, 1, 12).view(2, 6)
+    assert not RUNS or torch.allclose(model.eval()(x), reference(x), atol=1e-6), "forward"
+
+
+def locals_of(model: nn.Module) -> list[torch.Tensor]:
+    with torch.no_grad():
+        tensors = (*model.parameters(), *model.buffers())
+        return [(t.to_local() if hasattr(t, "to_local") else t).clone() for t in tensors]
+
+
+def sharded(kind: Callable[[], nn.Module] = Net, *, meta: bool = False, seed: int = 5, **options: Any) -> nn.Module:
+    """A model in shards of FSDP2, with other values than the file."""
+    with torch.device("meta" if meta else "cpu"):
+        model = kind().eval() if meta else seeded(kind, seed)
+    inner = getattr(model, "inner", None)
+    if inner is not None:
+        fully_shard(inner, **options)
+    return fully_shard(model, **options)
+
+
+def errors_of(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - it is what is tested
+        return error
+    return None
+
+
+def case_fsdp2_every_format() -> None:
+    for name in FILES:
+        model = sharded()
+        load_into(model, FOLDER / name)
+        assert_filled(model)
+
+
+def case_fsdp2_meta() -> None:
+    model = sharded(meta=True)
+    load_into(model, FOLDER / "model.pt")
+    assert_filled(model)
+    model = sharded(meta=True, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    load_into(model, FOLDER / "model.safetensors")
+    assert_filled(model)
+
+
+def case_fsdp2_gathered() -> None:
+    model = sharded(reshard_after_forward=False)
+    if RUNS:
+        model(torch.zeros(2, 6))
+    load_into(model, FOLDER / "model.pt")
+    assert_filled(model)
+
+
+def case_fsdp2_tied_and_wrapped() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = sharded(Tied)
+    load_into(model, FOLDER / "tied.pt")
+    assert_filled(model, seeded(Tied))
+    assert model.again.weight is model.down.weight
+    model = seeded(seed=5)
+    model.inner = checkpoint_wrapper(model.inner)
+    load_into(fully_shard(model), FOLDER / "model.pt")
+    assert_filled(model)
+
+
+def case_fsdp2_custom_code() -> None:
+    for meta in (False, True):
+        model = sharded(functools.partial(Custom, 4, 6, bias=False), meta=meta)
+        load_into(model, FOLDER / "weight.pt")
+        assert torch.equal(whole(model.weight), torch.arange(24.0).view(6, 4) * 2)
+
+
+def case_fsdp2_options() -> None:
+    model = sharded().double()
+    load_into(model, FOLDER / "model.pt", cast=True, prefix="model", rename=[("^up", "up")])
+    assert torch.equal(wholes(model)["up.weight"], seeded().up.weight.double())
+    model = fully_shard(nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 2)))
+    error = errors_of(lambda: load_into(model, FOLDER / "model.pt", rename={"up.": "0.", "down.": "1."}))
+    assert isinstance(error, MismatchError)
+    assert [mismatch.key for mismatch in error.shapes] == ["1.weight", "1.bias"]
+    loaded = load_into(
+        model, FOLDER / "model.pt", rename={"up.": "0.", "down.": "1."}, ignore_mismatched_sizes=True, strict=False
+    )
+    assert torch.equal(whole(model[0].weight), seeded().up.weight)
+    assert loaded.matched == "All other keys"
+
+
+def case_tensor_parallel() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = _mesh((2,))
+    for meta in (False, True):
+        with torch.device("meta" if meta else "cpu"):
+            model = Net().eval() if meta else seeded(seed=5)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model.inner, mesh, plan)
+        for name in FILES[: 1 if meta else 4]:
+            load_into(model, FOLDER / name)
+            assert_filled(model)
+
+
+def case_only_its_share_is_read() -> None:
+    rows = {"weight": torch.randn(512, 4096)}  # 8 MiB
+    if rank() == 0:
+        torch.save(rows, FOLDER / "large.pt")
+    dist.barrier()
+    try:
+        from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor import Shard, distribute_module, distribute_tensor
+    for dim, most in ((0, 1.05), (1, 1.05)):
+        kind = functools.partial(nn.Linear, 4096, 512, bias=False)
+
+        def split(_: str, module: nn.Module, mesh: Any, dim: int = dim) -> None:
+            module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(dim)]))
+
+        model = distribute_module(kind(), _mesh((2,)), split)
+        before = bytes_read()
+        load_into(model, FOLDER / "large.pt")
+        ratio = (bytes_read() - before) / (4 << 20)
+        assert torch.equal(whole(model.weight), torch.load(FOLDER / "large.pt")["weight"])
+        assert ratio <= most, f"dim {dim}: {ratio:.3f} of its share"
+
+
+def case_fsdp1() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    wrap = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+    strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+    for number, (orig, strategy) in enumerate(product((True, False), strategies)):
+        kind, name = (Tied, "tied.pt") if number % 2 else (Net, FILES[number % 4])
+        model = seeded(kind, seed=5)
+        options = {"use_orig_params": orig, "sharding_strategy": strategy}
+        model.inner = wrap(model.inner, **options)
+        model = wrap(model, **options)
+        if number % 3 and RUNS:
+            model.eval()(torch.zeros(2, 6))
+        load_into(model, FOLDER / name)
+        if HAS_FSDP2:  # older releases do not run FSDP1 on the CPU, either
+            assert_filled(model, seeded(kind))
+
+
+def case_one_rank_fails_before_anything_is_written() -> None:
+    good, bad = FOLDER / "model.pt", FOLDER / "bad"
+    if rank() == 1:
+        bad.write_bytes(good.read_bytes()[:-3000])
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: FOLDER / ("none.pt" if rank() == 1 else "model.pt"), "no such file|No such file"),
+        (lambda: bad if rank() == 1 else good, "bad"),
+        (lambda: FOLDER / ("weight.pt" if rank() == 1 else "model.pt"), "does not fit"),
+        (lambda: FOLDER / ("other.pt" if rank() == 1 else "model.pt"), "another file"),
+    ]
+    for path, words in cases:
+        model = sharded()
+        before = locals_of(model)
+        error = errors_of(lambda path=path, model=model: load_into(model, path()))  # type: ignore[misc]
+        assert isinstance(error, LoadError | MissingFileError), repr(error)
+        if rank() == 0:
+            assert "rank 1" in str(error), error
+            assert any(word in str(error) for word in words.split("|")), error
+        assert "Nothing was written to the model on any rank" in str(error), error
+        assert all(map(torch.equal, before, locals_of(model)))
+        load_into(model, good)  # the ranks are still in step
+        assert_filled(model)
+
+
+def case_one_rank_fails_while_it_reads() -> None:
+    def fails(*_: Any) -> None:
+        raise CannotReadError("the disk is gone", where="model.pt", errno=5)
+
+    model = sharded()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank() == 1:
+            patch.setattr(handles, "fill", fails)
+        error = errors_of(lambda: load_into(model, FOLDER / "model.pt"))
+    assert isinstance(error, CannotReadError if rank() == 1 else LoadError), repr(error)
+    assert "the disk is gone" in str(error)
+    assert "The model on rank 1 may be partly filled; on all others it is filled" in str(error)
+    if rank() == 0:
+        assert "rank 1 of 2" in str(error)
+    load_into(model, FOLDER / "model.pt")
+    assert_filled(model)
+
+
+def case_a_group_of_ranks() -> None:
+    one = [dist.new_group([0]), dist.new_group([1])][rank()]
+    model = seeded(seed=5)
+    if rank() == 1:  # the other does not take part
+        load_into(model, FOLDER / "model.pt", process_group=one)
+        assert_filled(model)
+
+
+def case_two_dimensions() -> None:
+    """On four ranks."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    for columns in (8, 10) if RUNS else (8,):  # older releases refuse uneven shards in two dimensions
+
+        def kind(columns: int = columns) -> nn.Module:
+            return nn.Sequential(nn.Linear(6, columns), nn.ReLU(), nn.Linear(columns, 9))
+
+        reference = seeded(kind)
+        if rank() == 0:
+            torch.save(reference.state_dict(), FOLDER / f"{columns}.pt")
+        dist.barrier()
+        for meta in (False, True):
+            with torch.device("meta" if meta else "cpu"):
+                model = kind().eval() if meta else seeded(kind, 5)
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+            fully_shard(model, mesh=mesh["dp"])
+            load_into(model, FOLDER / f"{columns}.pt")
+            x = torch.linspace(0, 1, 12).view(2, 6)
+            assert not RUNS or torch.allclose(model(x), reference(x), atol=1e-6), (columns, meta)
+
+
+def case_hsdp() -> None:
+    """On four ranks."""
+    mesh = _mesh((2, 2), ("replicate", "shard"))
+    model = sharded(mesh=mesh)
+    load_into(model, FOLDER / "dcp")
+    assert_filled(model)
+
+
+def case_a_part_of_the_ranks() -> None:
+    """On four ranks, of which two have the model: the others are not asked."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
+    if rank() < 2:
+        model = sharded(mesh=meshes[0])
+        load_into(model, FOLDER / "model.pt")
+        assert_filled(model)
+        error = errors_of(lambda: load_into(model, FOLDER / ("none.pt" if rank() else "model.pt")))
+        assert isinstance(error, MissingFileError if rank() else LoadError)
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
+    try:
+        from torch.distributed.device_mesh import init_device_mesh
+    except ImportError:  # before torch 2.2
+        from torch.distributed._tensor import DeviceMesh
+
+        return DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape))
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def bytes_read() -> int:
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+def main(cases: list[str]) -> dict[str, list[str]]:
+    """Run cases; return the errors of all ranks, by case."""
+    global FOLDER  # noqa: PLW0603 - one process, one folder
+    FOLDER = Path.cwd()
+    failures: dict[str, list[str]] = {}
+    for case in cases:
+        text = ""
+        try:
+            globals()[f"case_{case}"]()
+        except Exception:  # noqa: BLE001 - it is reported
+            text = f"rank {rank()}: {traceback.format_exc()}"
+        texts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        if any(texts):
+            failures[case] = [each for each in texts if each]
+    return failures
