@@ -115,6 +115,9 @@ def test_names_paths_and_shapes_are_those_that_torch_gives_the_same_object(tmp_p
     save(state, tmp_path / "dir")
     theirs = dcp.FileSystemReader(str(tmp_path / "dir")).read_metadata()
     ours = CheckpointReader(tmp_path / "a.pt").read_metadata()
+    again = CheckpointReader(tmp_path / "dir").read_metadata()
+    assert again.planner_data == theirs.planner_data
+    assert again.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     assert ours.planner_data == theirs.planner_data
     assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     for name, entry in theirs.state_dict_metadata.items():
@@ -137,7 +140,7 @@ def test_values_are_those_that_torch_reads_from_its_own_directory(tmp_path: Path
         dcp.load_state_dict(expected, dcp.FileSystemReader(str(tmp_path / "dir")), no_dist=True)
     else:
         dcp.load(expected, storage_reader=dcp.FileSystemReader(str(tmp_path / "dir")))
-    for name in ("zip.pt", "legacy.pt"):
+    for name in ("zip.pt", "legacy.pt", "dir"):
         target = zeroed(state)
         load(target, CheckpointReader(tmp_path / name))
         assert_same(expected, target)
@@ -381,6 +384,11 @@ def test_names_that_collide_are_refused(tmp_path: Path) -> None:
 
 def test_a_directory_that_was_not_flattened(tmp_path: Path) -> None:
     save({"a": torch.ones(2), "o": {"x": 1}}, tmp_path, DefaultSavePlanner(flatten_state_dict=False))
-    target = {"a": torch.zeros(2)}
-    load(target, CheckpointReader(tmp_path))
-    assert_same({"a": torch.ones(2)}, target)
+    target = {"a": torch.zeros(2), "o": None}
+    load(
+        target, CheckpointReader(tmp_path), DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    )
+    assert_same({"a": torch.ones(2), "o": {"x": 1}}, target)
+    nested = {"a": torch.zeros(2), "o": {"x": None}}
+    load(nested, CheckpointReader(tmp_path))
+    assert_same({"a": torch.ones(2), "o": {"x": 1}}, nested)

@@ -15,6 +15,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Key, Tensor
+from transload.contents import Value
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.findings import join_names
 from transload.formats.graph import call_items, short_key
@@ -25,7 +26,7 @@ from transload.io.sources import SourceLike
 from transload.loading import check_settings
 from transload.loading.handles import DENSE, TensorReader, build_node
 from transload.loading.into.keys import MARKERS, branches, key_function
-from transload.nodes import Call, Dict, called
+from transload.nodes import Call, Dict, called, nested
 from transload.opening import CheckpointFile
 
 if TYPE_CHECKING:
@@ -306,21 +307,24 @@ class _Value:
 
 
 class _Mapping(dict[Any, Any]):
-    """A mapping in the tree."""
+    """A mapping in the tree. torch 2.3 and older take one that has no tensors as a single object."""
 
-    def build(self) -> dict[Any, Any]:
-        return {key: _built(value) for key, value in self.items()}
+    build: Callable[[], Any] | None = None
 
 
 class _List(list[Any]):
-    """A list in the tree."""
+    """A list in the tree. Every torch takes one of plain values as a single object."""
 
-    def build(self) -> list[Any]:
-        return [_built(value) for value in self]
+    build: Callable[[], Any] | None = None
 
 
 def _built(value: Any) -> Any:
-    return value.build()
+    """The object for a part of the tree."""
+    if (build := getattr(value, "build", None)) is not None:
+        return build()
+    if isinstance(value, dict):
+        return {key: _built(member) for key, member in value.items()}
+    return [_built(member) for member in value] if isinstance(value, list) else value
 
 
 def _entries(opened: TensorReader) -> dict[str, _Entry]:
@@ -337,7 +341,8 @@ def _entries(opened: TensorReader) -> dict[str, _Entry]:
             f"its values cannot be named: {error}", where=path, fix="Load it with transload.load."
         ) from error
     return {
-        name: _Entry(tuple(paths[name]), value.build, getattr(value, "facts", None)) for name, value in flat.items()
+        name: _Entry(tuple(paths[name]), partial(_built, value), getattr(value, "facts", None))
+        for name, value in flat.items()
     }
 
 
@@ -354,11 +359,16 @@ class _Tree:
     def root(self) -> _Mapping:
         """The whole; anything but a mapping becomes one."""
         out = _Mapping()
-        checkpoint = self._opened.checkpoint
-        if checkpoint.traits.runs or not any(file.checkpoint.root is not None for file in self._opened.files):
+        opened, checkpoint = self._opened, self._opened.checkpoint
+        if checkpoint.traits.composed:
+            values = {value.path: _Value(partial(self._value, value)) for value in checkpoint.values}
+            leaves = ((path, values.get(path) or self._tensor(self._tensors[path])) for path in checkpoint.places)
+            node = nested(leaves, _Mapping)
+            return node if isinstance(node, _Mapping) else _Mapping({"": node})
+        if checkpoint.traits.runs or not any(file.checkpoint.root is not None for file in opened.files):
             branch = self._branches.get(())
             return _Mapping({name: self._tensor(each) for name, each in (branch.tensors if branch else {}).items()})
-        for file in self._opened.files:
+        for file in opened.files:
             root = file.checkpoint.root
             node = self._node(file, list(root) if type(root) is tuple else root, ())
             if isinstance(node, list):
@@ -394,6 +404,9 @@ class _Tree:
         self._open.discard(id(node))
         inside.build = build
         return inside
+
+    def _value(self, value: Value) -> Any:
+        return build_node(self._opened.part(value.file), value.node)
 
     def _tensor(self, tensor: Tensor) -> Any:
         """A placeholder, which must be a tensor: torch opens lists only if there are some in them."""
