@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -83,6 +83,11 @@ class Box(NamedTuple):
     def slices(self) -> tuple[slice, ...]:
         """The box as an index of the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
+    def cut(self, dim: int, start: int, size: int) -> Box:
+        """The box with another extent in one dimension."""
+        after = dim + 1
+        return Box((*self.start[:dim], start, *self.start[after:]), (*self.shape[:dim], size, *self.shape[after:]))
 
     def within(self, other: Box) -> Box:
         """The same box, counted from the start of another."""
@@ -181,6 +186,57 @@ def shard_box(shape: tuple[int, ...], splits: Sequence[Split]) -> Box:
         start[dim] += begin
         sizes[dim] = min(step, sizes[dim] - begin)
     return Box(tuple(start), tuple(sizes))
+
+
+def gaps(shape: tuple[int, ...], covered: Iterable[Box], most: int = 1000) -> list[Box]:
+    """The boxes of a shape that none of some boxes covers; the whole shape if there would be more than ``most``.
+
+    >>> gaps((8, 3), [Box((0, 0), (2, 3)), Box((4, 0), (4, 3))])
+    [Box(start=(2, 0), shape=(2, 3))]
+    """
+    whole = Box((0,) * len(shape), shape)
+    left = [whole] if prod(shape) else []
+    for box in covered:
+        rest: list[Box] = []
+        for gap in left:
+            shared = gap.intersection(box)
+            if shared is None:
+                rest.append(gap)
+                continue
+            # Cut off what is before and after the shared part in each dimension, and go on with what is between.
+            for dim, (low, size) in enumerate(zip(shared.start, shared.shape, strict=True)):
+                start, end = gap.start[dim], gap.start[dim] + gap.shape[dim]
+                for first, last in ((start, low), (low + size, end)):
+                    if first < last:
+                        rest.append(gap.cut(dim, first, last - first))
+                gap = gap.cut(dim, low, size)  # noqa: PLW2901 - what is left of it
+        left = rest
+        if len(left) > most:
+            return [whole]
+    return left
+
+
+def place_text(shape: tuple[int, ...], places: Sequence[Box]) -> str:
+    """Boxes of a tensor in words, with a verb.
+
+    >>> place_text((8, 3), [Box((2, 0), (1, 3)), Box((4, 0), (4, 3))])
+    'rows 2, 4 to 7 of 8 are'
+    >>> place_text((8, 3), [Box((0, 1), (8, 2))])
+    '[0:8, 1:3] is'
+    """
+    if not shape or [box.shape for box in places] == [shape]:
+        return "all of it is"
+    rows = all(box.shape[1:] == shape[1:] for box in places)
+    texts = []
+    for box in places[:3]:
+        first, last = box.start[0], box.start[0] + box.shape[0] - 1
+        row = str(first) if first == last else f"{first} to {last}"
+        texts.append(row if rows else f"[{', '.join(f'{each.start}:{each.stop}' for each in box.slices)}]")
+    text = ", ".join(texts) + (f" and {len(places) - 3:,} more" if len(places) > 3 else "")
+    if rows:
+        one = "to" not in text and len(places) == 1
+        return f"row {text} of {shape[0]:,} is" if one else f"rows {text} of {shape[0]:,} are"
+    return f"{text} {'is' if len(places) == 1 else 'are'}"
 
 
 class Axis(NamedTuple):

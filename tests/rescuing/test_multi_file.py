@@ -8,7 +8,7 @@ import random
 import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.rescuing.makers import rezipped
 
 import transload
 from transload import RescueError, UsageError, rescue
+from transload.writing import to_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns that it is used by one process
 STATE = {f"layer{index}.weight": torch.arange(600.0).mul(index + 1).sin().view(20, 30) for index in range(9)}
@@ -334,11 +335,39 @@ def test_dry_run_writes_nothing(tmp_path: Path) -> None:
     assert set(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("options", [{"fill": "zeros"}, {"member": "x"}], ids=["fill", "member"])
-def test_fill_and_member_are_refused_for_several_files(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_member_is_refused_for_several_files(tmp_path: Path) -> None:
     write_shards(tmp_path / "set", ".safetensors")
     with pytest.raises(UsageError, match="several files"):
-        rescue(tmp_path / "set", tmp_path / "new.pt", **options)
+        rescue(tmp_path / "set", tmp_path / "new.pt", member="x")
+
+
+@pytest.mark.parametrize("fill", ["zeros", "nan"])
+def test_fill_replaces_only_the_rows_that_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Literal["zeros", "nan"]
+) -> None:
+    monkeypatch.setattr(to_dcp, "SPLIT", 300)
+    state = {"a": torch.randn(8, 30), "b": torch.arange(200), "c": torch.randn(2, 2, dtype=torch.complex64)}
+    torch.save(state, tmp_path / "whole.pt")
+    transload.convert(tmp_path / "whole.pt", tmp_path / "set", to="dcp")
+    data = tmp_path / "set" / "__0_0.distcp"
+    raw = bytearray(data.read_bytes())
+    for row in (2, 3, 6):
+        at = raw.index(state["a"][row].numpy().tobytes())
+        raw[at : at + 12] = b"overwritten!"
+    data.write_bytes(raw[: raw.index(state["b"][150:160].numpy().tobytes())])  # the end of b, all of c
+
+    result = rescue(tmp_path / "set", tmp_path / "new.pt", fill=fill)
+    assert (result.exit_code, result.how) == (1, "filled")
+    reasons = {outcome.name: outcome.why for outcome in result.lost}
+    assert reasons["a"].startswith("rows 2 to 3, 6 to 7 of 8 are lost")
+    assert "rows 150 to 199 of 200" in reasons["b"]
+    lost = {"zeros": 0, "nan": torch.nan}[fill]
+    new = torch.load(tmp_path / "new.pt")
+    expected = state["a"].clone()
+    expected[2:4] = expected[6:8] = lost
+    assert torch.equal(new["a"].nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert new["b"].tolist() == [*range(150), *[0] * 50]
+    assert new["c"].isnan().all() if fill == "nan" else not new["c"].any()
 
 
 def test_existing_output_needs_overwrite_and_sources_are_never_overwritten(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def damages(
     ``failed`` has the kind and detail of other damage, by tensor name.
     """
     checkpoint = reader.checkpoint
-    storages = _bad_storages(reader, every, bad)
+    storages = bad_storages(reader, every, bad)
     sound = {
         storage.id
         for storage in checkpoint.storages
@@ -144,7 +144,7 @@ def damages(
     return tuple(out.values())
 
 
-def _bad_storages(reader: ElementReader, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
+def bad_storages(reader: ElementReader, every: Records, bad: Mapping[Key, Problem]) -> dict[str, Damage]:
     """The damage of each storage whose record is not what was saved, or has a different length than it should."""
     records = {key_of(file, record): record for file, inside in every.items() for record in inside}
     named = {key[:2]: key for key in records}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -21,11 +22,10 @@ from transload.contents import AS_ESCAPED, AS_TEXT
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, TransloadError
 from transload.frozen import NamedTuple
-from transload.geometry import Axis, Box, View, axes_of, boxes, boxes_of_run, contiguous
+from transload.geometry import Axis, Box, View, axes_of, boxes, boxes_of_run, contiguous, gaps, place_text
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
 from transload.io.sources import BytesSource, Source
 from transload.opening.jobs import file_ends
-from transload.render.words import plural
 
 WINDOW = 16 << 20
 """Bytes of elements that are reordered in one step."""
@@ -147,7 +147,8 @@ class ElementReader:
             if why := self.missing(part):
                 return why
         if tensor.kind == "sharded" and not is_covered(tensor):
-            return f"{plural(len(tensor.parts), 'shard')} of it do not fill it, or overlap"
+            lost = gaps_of(tensor, tensor.parts)
+            return f"{place_text(tensor.shape, lost)} in no file" if lost else "parts of it overlap"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:
@@ -327,6 +328,15 @@ def is_covered(tensor: Tensor) -> bool:
         for corner in product(*edges):
             signs[tuple(at for at, _ in corner)] += prod(sign for _, sign in corner) * (-1 if box is whole else 1)
     return not any(signs.values())
+
+
+def gaps_of(tensor: Tensor, parts: Iterable[Tensor]) -> list[Box]:
+    """The boxes of a sharded tensor that some of its parts do not fill."""
+    covered: list[Box] = []
+    for part in parts:
+        with suppress(LookupError):
+            covered += [box for box, _ in _placed(part, tensor.shape)]
+    return gaps(tensor.shape, covered)
 
 
 # -- reading elements in order

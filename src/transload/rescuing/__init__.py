@@ -70,10 +70,9 @@ def rescue(
         if name == target or not begins_with(name, _REPORT):
             refuse_existing(name, overwrite=overwrite)
     if is_set(path) and inspect(path).traits.several:
-        if fill or member:
-            what = "several files become one new file without the lost tensors: there is nothing to fill or to extract"
-            raise UsageError(what, where=path, fix="Omit fill and member.")
-        result = rescue_files(path, target, dry_run=dry_run, overwrite=overwrite, progress=progress)
+        if member:
+            raise UsageError("it is one checkpoint of several files", where=path, fix="Omit member.")
+        result = rescue_files(path, target, fill, dry_run=dry_run, overwrite=overwrite, progress=progress)
     else:
         result = rescue_file(src, path, target, member, fill, dry_run=dry_run, progress=progress)
     count = sum(repair.certainty != "proven" for repair in result.mends)

@@ -204,6 +204,13 @@ def rebuilt(recovered: Recovered, records: Sequence[ArchiveRecord]) -> Source:
     return RebuiltArchive(summed, recovered.source.name)
 
 
+def filler(dtype: str, fill: Fill) -> bytes:
+    """The bytes of one element that stands for a lost one: of a dtype without NaN, zero."""
+    width = itemsize(dtype)
+    nan_bytes = _NAN.get(dtype, bytes(width)) if fill == "nan" else bytes(width)
+    return nan_bytes * (width // len(nan_bytes))  # both halves of a complex number
+
+
 def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
     """The recovered file with a pattern in place of lost bytes; only whole elements are filled."""
     dtypes: dict[str | None, str] = {}  # of the first tensor in each storage: newer files have untyped storages
@@ -215,8 +222,7 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
         if storage.offset is None:
             continue
         dtype = dtypes.get(storage.id, storage.dtype)
-        zero = bytes(itemsize(dtype))
-        pattern = _NAN.get(dtype, zero) if fill == "nan" else zero
+        pattern = filler(dtype, fill)
         if storage.big_endian:
             pattern = pattern[::-1]
         begin, end = storage.offset, storage.offset + storage.nbytes
@@ -226,8 +232,8 @@ def filled(recovered: Recovered, checkpoint: Checkpoint, fill: Fill) -> Source:
             last = min(lost.end, end) - begin
             if first < last:
                 first -= first % len(pattern)
-                filler = Filler(last - first, pattern)
-                fills.append((begin + first, SourceRange(filler, 0, filler.size)))
+                run = Filler(last - first, pattern)
+                fills.append((begin + first, SourceRange(run, 0, run.size)))
     fills.sort(key=itemgetter(0))
     source = recovered.source
     whole = Assembly(replaced(source, 0, source.size, fills), source.name)

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from typing import Literal
 
-from transload.checkpoint import Checkpoint
+from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import with_parts
+from transload.dtypes import ITEMSIZE
 from transload.frozen import replace
+from transload.geometry import Box, place_text
 from transload.io.packed import Assembly
-from transload.io.sources import Progress, Source
+from transload.io.sources import BytesSource, Progress, Source
 from transload.judge.problems import rule_of
 from transload.opening import OpenCheckpoint
-from transload.opening.damage import Key, damages, key_of, records_of, sum_records
-from transload.opening.elements import ElementReader
+from transload.opening.damage import Key, bad_storages, damages, key_of, records_of, sum_records
+from transload.opening.elements import ElementReader, gaps_of
 from transload.rescuing.archive import LostRecord, repaired
 from transload.rescuing.bitflips import Claim, Repair, check_records
-from transload.rescuing.report import Rescue, TensorOutcome, report_path
+from transload.rescuing.compose import filler
+from transload.rescuing.report import Fill, Rescue, TensorOutcome, report_path
 
 # Problems that only concern the tensors that are lost: the others have a checksum, or are where they should be.
 _SHOWN_BY_TENSORS = {
@@ -32,8 +35,13 @@ _SHOWN_BY_TENSORS = {
 _UNREAD = {"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"}
 
 
-def rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, progress: Progress) -> Rescue:
-    """Rescue the checkpoint at ``path`` into the file ``target``."""
+def rescue_files(
+    path: str, target: str, fill: Fill | None, *, dry_run: bool, overwrite: bool, progress: Progress
+) -> Rescue:
+    """Rescue the checkpoint at ``path`` into the file ``target``; lost elements are filled, if ``fill`` says with what.
+
+    Of a tensor in several files, only what one of them had is lost.
+    """
     with OpenCheckpoint(path) as opened:
         reader, checkpoint = opened.elements, opened.checkpoint
         # 1. Compare all checksums, and undo the flipped bits that they identify.
@@ -70,6 +78,8 @@ def rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, prog
         summed = {place for key in keys for place in (key[:2], key[::2])}
         repaired_at = {place for key in undone for place in (key[:2], key[::2])}
         reasons = {damage.name: damage.detail for damage in damages(overlay, every, bad, {})}
+        damaged_storages = bad_storages(overlay, every, bad)
+        filled: dict[str, Tensor] = {}
         outcomes: list[TensorOutcome] = []
         for tensor in checkpoint.tensors:
             parts = (overlay.storage(part) for part in with_parts(tensor))
@@ -80,33 +90,85 @@ def rescue_files(path: str, target: str, *, dry_run: bool, overwrite: bool, prog
                 outcomes.append(TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed))
             else:
                 why = reasons.get(tensor.name, "the index that names it is damaged")
+                intact = [
+                    part
+                    for part in (tensor.parts if tensor.kind == "sharded" else ())
+                    if part.storage not in damaged_storages
+                    and not (part.storage or "").startswith(distrusted or ("\0",))
+                    and not overlay.missing(part)
+                ]
+                lost_boxes = gaps_of(tensor, intact)
+                if any(box.shape == tensor.shape for box in lost_boxes):
+                    intact = []
+                if intact and "in no file" not in why:
+                    why = f"{place_text(tensor.shape, lost_boxes)} lost: {why}"
+                if fill and tensor.kind in ("strided", "sharded") and tensor.dtype in ITEMSIZE:
+                    filled[tensor.name] = _filled(tensor, intact, lost_boxes)
                 outcomes.append(TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why))
         existing = {tensor.name for tensor in checkpoint.tensors}
         for name, why in reasons.items():
             if name not in existing:  # an index names it, and no file has it
                 outcomes.append(TensorOutcome(name, "lost", 0, checked=False, why=why))
         lost = {outcome.name for outcome in outcomes if outcome.state == "lost"}
-        kept = tuple(tensor for tensor in checkpoint.tensors if tensor.name not in lost)
+        kept = tuple(
+            filled.get(tensor.name, tensor)
+            for tensor in checkpoint.tensors
+            if tensor.name not in lost or tensor.name in filled
+        )
         warnings = _warnings(checkpoint, lost)
-        how = ("left-out" if lost or warnings else "rebuilt") if any(tensor.nbytes for tensor in kept) else "nothing"
+        how = "nothing"
+        if any(tensor.nbytes for tensor in kept):
+            how = "filled" if filled else "left-out" if lost or warnings else "rebuilt"
         advice = "; rescue that file by itself first"  # which is not possible for a sequence of archives
         unread = tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes)
         done = bool(target and how != "nothing" and not dry_run)
         files = (path, target, report_path(target), checkpoint.format, checkpoint.nbytes, how, done)
-        result = Rescue(*files, tuple(outcomes), unread, tuple(repairs), warnings=tuple(warnings))
+        result = Rescue(*files, tuple(outcomes), unread, tuple(repairs), fill or "", warnings=tuple(warnings))
         if not done:
             return result
         # 3. Convert the tensors that are left.
         from transload.writing import write_content
         from transload.writing.plan import Options, target_format
 
-        overlay.checkpoint = replace(checkpoint, tensors=kept)
+        fillers = {dtype: filler(dtype, fill) for dtype in {tensor.dtype for tensor in filled.values()}} if fill else {}
+        storages_with = (*checkpoint.storages, *(_filler_storage(dtype, len(raw)) for dtype, raw in fillers.items()))
+        sources |= {_FILLER + dtype: BytesSource(raw) for dtype, raw in fillers.items()}
+        whole = replace(checkpoint, tensors=kept, storages=storages_with)
+        overlay = ElementReader(whole, overlay.open_file, reader.files)
         kind = target_format(target)
         new = write_content(overlay, target, kind, Options(), verify=True, overwrite=overwrite, progress=progress)
         beside = (f"everything that is not a tensor, as plain data: {new.leftovers}",) if new.leftovers else ()
         omitted = (omission for omission in (*new.left, *new.listed) if omission.name not in lost)
         others = tuple(LostRecord(omission.name, omission.why) for omission in omitted)
         return replace(result, notes=(*new.notes, *beside), records=(*result.records, *others))
+
+
+_FILLER = "\0filler "
+"""Begins the id of a storage of one element, of which every filled part is an expanded view: no file has this name."""
+
+
+def _filled(tensor: Tensor, intact: list[Tensor], places: list[Box]) -> Tensor:
+    """A tensor of which only some parts are intact, with fillers in the other places."""
+    fillers = [
+        Tensor(
+            tensor.path,
+            tensor.name,
+            tensor.dtype,
+            box.shape,
+            (0,) * len(box.shape),
+            "cpu",
+            _FILLER + tensor.dtype,
+            start=box.start,
+        )
+        for box in places
+    ]
+    return tensor._replace(
+        kind="sharded", storage=None, offset=0, parts=(*intact, *fillers), file_offset=None, flags=()
+    )
+
+
+def _filler_storage(dtype: str, nbytes: int) -> Storage:
+    return Storage(_FILLER + dtype, dtype, "cpu", dtype, nbytes, nbytes, 0, file=_FILLER + dtype)
 
 
 def _warnings(checkpoint: Checkpoint, lost: set[str]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -271,9 +272,15 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
             if storage.crc32 != crc32:
                 damaged.append(f"checksum {crc32:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
     used = [s for s in reader.checkpoint.storages if s.id in unchecked and s.crc32 is not None]
-    names = {(storage.file, storage.record) for storage in used}
+    # In a file of several archives, many records have the same name, and only the position tells them apart.
+    places = {place for s in used for place in ((s.file, s.record), (s.file, s.record, s.offset))}
     for file, records in records_of(reader).items():
-        of_storages = [record for record in records if (file, record.name) in names]
+        names = Counter(record.name for record in records)
+        of_storages = [
+            record
+            for record in records
+            if ((file, record.name) if names[record.name] == 1 else (file, record.name, record.offset)) in places
+        ]
         damaged += [problem.detail for problem in verify_records(reader.open_file(file), of_storages, used)]
     if damaged:
         what = f"it has {plural(len(damaged), 'damaged record')}: {damaged[0]}"
