@@ -22,7 +22,15 @@ from tests.loading.test_open import CountingFile, raw
 from tests.quantized import working_engine
 from torch import nn
 
-from transload.errors import BrokenFileError, LandingWarning, LoadError, NotACheckpointError, UsageError
+from transload.devices import Device, Devices
+from transload.errors import (
+    BrokenFileError,
+    DoesNotFitError,
+    LandingWarning,
+    LoadError,
+    NotACheckpointError,
+    UsageError,
+)
 from transload.loading.into import KeysWarning, Loaded, MismatchError, load_into
 
 RELEASES = sorted((Path(__file__).parent.parent / "data" / "torch-releases").glob("torch-*"))
@@ -1064,3 +1072,12 @@ def test_dictionary_is_not_a_module(tmp_path: Path) -> None:
     target: Any = {"w": torch.zeros(2)}
     with pytest.raises(UsageError, match="expected a module, not dict"):
         load_into(target, tmp_path / "model.pt")
+
+
+def test_the_memory_of_parameters_on_the_meta_device_is_checked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, free = meta(), Devices((Device("cpu", 100, 100),))
+    monkeypatch.setattr("transload.loading.into.devices_here", lambda *_: free)
+    with pytest.raises(DoesNotFitError, match="cpu has 100 B free and would need"):
+        load_into(model, file_of(seeded_net().state_dict()))
+    assert all(tensor.is_meta for tensor in model.parameters())
+    load_into(seeded_net(1), file_of(seeded_net().state_dict()))  # which has its memory

@@ -29,7 +29,7 @@ from transload.errors import (
 )
 from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
-from transload.frozen import replace
+from transload.frozen import NamedTuple, replace
 from transload.geometry import Box, View, boxes, contiguous
 from transload.io.memory import memory_at
 from transload.io.sources import SourceLike
@@ -249,6 +249,15 @@ class Lazy:
         return f"<{self._tensor.name or 'tensor'}: {self.dtype} {list(self.shape)}, not read>"
 
 
+class Prepared(NamedTuple):
+    """A tensor, or a part of it, to read into another, and what to read; ``None`` if torch copies it there."""
+
+    tensor: Tensor
+    target: torch.Tensor
+    part: Index
+    reads: list[Read] | None
+
+
 class TensorReader(OpenCheckpoint):
     """An open checkpoint whose tensors are read one by one, from a path, bytes or a file object.
 
@@ -326,18 +335,36 @@ class TensorReader(OpenCheckpoint):
 
         All that is in files, and can be read straight into memory, is read in one call.
         """
+        self.fill_prepared(self.prepare(items), settings, report_progress)
+
+    def prepare(self, items: Iterable[tuple[Tensor, torch.Tensor, Index]]) -> list[Prepared]:
+        """Find what to read for ``fill``; ``LoadError`` if it is known before reading that something cannot be read."""
+        prepared = []
+        for tensor, target, index in items:
+            reads: list[Read] | None = None
+            if tensor.kind in DENSE and _has_plain_memory(target):
+                _, reads, rest = self._reads(tensor, index)
+                reads = None if rest else reads
+            else:
+                self.check(tensor, index)
+            prepared.append(Prepared(tensor, target, index, reads))
+        return prepared
+
+    def fill_prepared(
+        self,
+        items: Iterable[Prepared],
+        settings: Settings = _DEFAULT,
+        report_progress: ReportProgress | None = None,
+    ) -> None:
+        """Read what was prepared."""
         import torch
         from torch.autograd import graph
 
         jobs: list[tuple[Tensor, Read, torch.Tensor]] = []
         try:
             with torch.no_grad():
-                for tensor, target, index in items:
-                    if tensor.kind not in DENSE or not _has_plain_memory(target):
-                        target.copy_(self.read(tensor, index))
-                        continue
-                    _, reads, rest = self._reads(tensor, index)
-                    if rest:
+                for tensor, target, index, reads in items:
+                    if reads is None:
                         target.copy_(self.read(tensor, index))
                         continue
                     jobs += [(tensor, read, target) for read in reads]

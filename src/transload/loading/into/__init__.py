@@ -6,24 +6,25 @@ nothing is written to the model before both are known.
 
 from __future__ import annotations
 
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor
-from transload.errors import LandingWarning, LoadError, TransloadError, UsageError, warn
+from transload.errors import DoesNotFitError, LandingWarning, LoadError, TransloadError, UsageError, warn
 from transload.findings import join_names
 from transload.frozen import NamedTuple
 from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
-from transload.loading.handles import TensorReader, build_node
-from transload.loading.into.compare import SHOWN, Comparison, Task, Unbuilt, described, modules_of
+from transload.loading.handles import Prepared, TensorReader, build_node
+from transload.loading.into.compare import SHOWN, Comparison, Unbuilt, described, modules_of
 from transload.loading.into.keys import key_function
 from transload.loading.into.ranks import Ranks, seen
 from transload.loading.into.shards import gathers, local_tensor, meta_devices, own_hooks, reshard
+from transload.loading.placement import Shortage, devices_here
 from transload.opening.jobs import Settings
 from transload.render.words import plural
 
@@ -129,11 +130,18 @@ def load_into(
                 ignore = ignore_mismatched_sizes
                 comparison = Comparison(model, opened, prefix, user_rename, cast=cast, ignore_shapes=ignore)
                 _refuse(comparison, strict=strict)
+                devices = meta_devices(model) if device is None else {}
+                targets = _targets(comparison, devices)
+                prepared = opened.prepare(
+                    (task.tensor, into, index)
+                    for task, target in zip(comparison.tasks, targets, strict=True)
+                    for index, into in zip(task.indices, task.targets(target), strict=True)
+                )
             if ranks:
                 ranks.seen = seen(opened)
         with ranks:
             ranks.is_writing = True
-            loaded = _load(comparison, settings, meta_devices(model) if device is None else {}, strict=strict)
+            loaded = _load(comparison, prepared, targets, settings, devices, strict=strict)
             opened.check_unchanged()
     if ranks.is_first:
         _warn(comparison, loaded)
@@ -194,12 +202,51 @@ def _refuse(comparison: Comparison, *, strict: bool) -> None:
     nothing = not comparison.match.tensors and not comparison.custom and bool(comparison.slots)
     if comparison.shapes or comparison.dtypes or keys_differ or nothing:
         raise MismatchError(comparison, [])
-    for task in comparison.tasks:
-        for index in task.indices:
-            comparison.opened.check(task.tensor, index)
 
 
-def _load(comparison: Comparison, settings: Settings, devices: dict[int, str], *, strict: bool) -> Loaded:
+def _targets(comparison: Comparison, devices: dict[int, str]) -> list[torch.Tensor]:
+    """The parameter of each task; for one on the meta device a new one, which is not in the model yet.
+
+    ``DoesNotFitError`` if there is too little memory for them: of a sharded model, for what this rank has.
+    """
+    import torch
+
+    opened = comparison.opened
+    places: dict[int, str] = {}
+    needed: Counter[str] = Counter()
+    targets: list[Any] = [task.slots[0].tensor for task in comparison.tasks]
+    for task, target in zip(comparison.tasks, targets, strict=True):
+        if target.is_meta:
+            name = devices.get(id(target)) or opened.device(task.tensor.device)
+            places[id(target)] = name
+            needed[name] += local_tensor(target).nbytes
+    for name, nbytes in needed.items():
+        device = devices_here([name], nbytes).get(name)
+        if device is not None and 0 <= device.free < nbytes:
+            raise DoesNotFitError(str(Shortage(device.name, nbytes, device.free)), where=opened.checkpoint.path)
+    for number, (task, target) in enumerate(zip(comparison.tasks, targets, strict=True)):
+        if target.is_meta:
+            try:
+                new = torch.empty_like(target, device=places[id(target)])
+            except RuntimeError as error:  # torch has no OutOfMemoryError for the CPU
+                what = f"{places[id(target)]} has no memory for {task.key}: {error}"
+                raise DoesNotFitError(what, where=opened.checkpoint.path) from error
+            if isinstance(target, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=target.requires_grad)
+            vars(new).update(vars(target))
+            targets[number] = new
+    return targets
+
+
+def _load(
+    comparison: Comparison,
+    prepared: list[Prepared],
+    targets: list[torch.Tensor],
+    settings: Settings,
+    devices: dict[int, str],
+    *,
+    strict: bool,
+) -> Loaded:
     """Fill the model, and run its hooks, as ``load_state_dict`` does; ``devices`` are as of ``meta_devices``."""
     match, opened, model = comparison.match, comparison.opened, comparison.model
     missing, unexpected = comparison.missing, comparison.unexpected
@@ -207,7 +254,15 @@ def _load(comparison: Comparison, settings: Settings, devices: dict[int, str], *
     extras = dict(_LazyStateDict(dict(comparison.extras), comparison, devices))
     if comparison.custom:
         _load_custom(comparison, devices, errors)
-    _fill(opened, comparison.tasks, settings, devices)
+    try:
+        opened.fill_prepared(prepared, settings)
+    except TransloadError as error:
+        error.fix = f"The model may be partly filled. {error.fix}".rstrip()
+        raise
+    for task, target in zip(comparison.tasks, targets, strict=True):
+        for slot in task.slots:
+            if slot.tensor is not target:
+                slot.table[slot.name] = target
     for key, value in extras.items():
         comparison.slots[key].module.set_extra_state(value)
     loaded = Loaded(missing, unexpected)
@@ -256,36 +311,6 @@ def _load_custom(comparison: Comparison, devices: dict[int, str], errors: list[s
         other = replaced.get(id(slot.tensor))
         if slot.tensor is not None and slot.tensor.is_meta and other is not None:
             slot.table[slot.name] = other
-
-
-def _fill(opened: TensorReader, tasks: list[Task], settings: Settings, devices: dict[int, str]) -> None:
-    """Fill every parameter; a new one in place of one on the meta device."""
-    import torch
-
-    targets: list[torch.Tensor] = []
-    for task in tasks:
-        target: Any = task.slots[0].tensor
-        if target.is_meta:
-            new = torch.empty_like(target, device=devices.get(id(target)) or opened.device(task.tensor.device))
-            if isinstance(target, torch.nn.Parameter):
-                new = torch.nn.Parameter(new, requires_grad=target.requires_grad)
-            vars(new).update(vars(target))
-            target = new
-        targets.append(target)
-    try:
-        items = [
-            (task.tensor, into, index)
-            for task, target in zip(tasks, targets, strict=True)
-            for index, into in zip(task.indices, task.targets(target), strict=True)
-        ]
-        opened.fill(items, settings)
-    except TransloadError as error:
-        error.fix = f"The model may be partly filled. {error.fix}".rstrip()
-        raise
-    for task, target in zip(tasks, targets, strict=True):
-        for slot in task.slots:
-            if slot.tensor is not target:
-                slot.table[slot.name] = target
 
 
 def _unfilled(comparison: Comparison) -> list[str]:
