@@ -443,3 +443,16 @@ def with_parts(tensor: Tensor) -> Iterator[Tensor]:
     yield tensor
     for part in tensor.parts:
         yield from with_parts(part)
+
+
+def tie_of(tensor: Tensor) -> Any:
+    """A key that is equal for tied tensors; ``None`` for a tensor that cannot be tied to another.
+
+    One that consists of a single piece is a copy of that: each rank of a parallel run had its own.
+    """
+    if len(tensor.parts) > 1 and all(part.start is not None for part in tensor.parts):
+        return (tensor.shape, *((tie_of(part), part.start) for part in tensor.parts))
+    if tensor.kind != "strided" or tensor.storage is None or not tensor.numel:
+        return None
+    steps = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1]
+    return (tensor.storage, tensor.offset, tensor.shape, tuple(steps), tensor.dtype, tensor.flags)

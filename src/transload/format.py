@@ -21,7 +21,8 @@ class Format(NamedTuple):
     names, except that the tensor of a ``nameless`` one has none. ``tagged`` is whether tensors are tagged with devices,
     ``mapped`` whether torch could map the file. A ``program`` has code; ``runs`` is the module of torch that loads it,
     if ``load`` does that with a trusted file. ``several`` files make up one checkpoint: those of ``ranks``, or shards;
-    ``composed`` is whether they form one object, of tensors and ``Contents.values``.
+    ``composed`` is whether they form one object, of tensors and ``Contents.values``; ``weights`` is the key in it that
+    ``convert`` writes unless asked for more, empty if that is all of it.
 
     ``rescued`` and ``extracted`` are whether ``rescue`` accepts it, and whether to advise ``convert`` if its pickle
     needs trust. ``suffix`` is that of its files, ``metadata`` what the header has besides tensors.
@@ -44,6 +45,7 @@ class Format(NamedTuple):
     several: bool = False
     ranks: bool = False
     composed: bool = False
+    weights: str = ""
     rescued: bool = False
     extracted: bool = False
     suffix: str = ".pt"
@@ -168,8 +170,10 @@ _ALL = (
         "deepspeed",
         "DeepSpeed checkpoint directory",
         ranks=True,
-        torch_load="fails on a directory: gather it with python -m deepspeed.utils.zero_to_fp32 DIR OUT",
-        instead="Gather it first, with DeepSpeed: python -m deepspeed.utils.zero_to_fp32 DIR OUT",
+        composed=True,
+        weights="module",
+        torch_load="fails on a directory: use transload.load, or convert it to a file: transload convert DIR NEW.pt, "
+        "or python -m deepspeed.utils.zero_to_fp32 DIR OUT",
         retag=("it is a directory of several files", ""),
     ),
     _several(

@@ -643,7 +643,7 @@ class TestDeepSpeed:
 
     def test_step_named_in_latest_is_read(self, stage2: Path) -> None:
         checkpoint = read_dir(stage2)
-        assert (checkpoint.format, codes(checkpoint)) == ("deepspeed", [])
+        assert (checkpoint.format, codes(checkpoint)) == ("deepspeed", ["ranks-unmerged"])
         facts = dict(checkpoint.facts)
         assert (facts["step"], facts["ZeRO stage"], facts["ranks found"]) == ("global_step20", "1 or 2", "2")
         assert [part.kind for part in checkpoint.parts] == ["optimizer states"] * 2 + ["model states"]
@@ -670,7 +670,7 @@ class TestDeepSpeed:
     def test_missing_step_named_in_latest(self, stage2: Path) -> None:
         (stage2 / "latest").write_text("global_step30")
         checkpoint = read_dir(stage2)
-        assert codes(checkpoint) == ["latest-missing"]
+        assert codes(checkpoint) == ["latest-missing", "ranks-unmerged"]
         assert dict(checkpoint.facts)["step"] == "global_step20"
 
     @pytest.mark.parametrize("tag", ["../other", "/etc", "..", "a/b", "\0", "x" * 10_000])

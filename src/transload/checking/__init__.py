@@ -29,10 +29,10 @@ from transload.frozen import Frozen, Plain, Reported, replace
 from transload.judge import judge
 from transload.judge.names import PLAIN_VALUES
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
-from transload.judge.safety import judge_pickles, safe_globals_lines
+from transload.judge.safety import judge_pickles, loaded_pickles, safe_globals_lines
 from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_blocks
-from transload.loading.refusal import Allowed, loaded_pickles, plain_part, refuse_program, registrar
+from transload.loading.refusal import Allowed, plain_part, refuse_program, registrar
 from transload.machine import Machine, Python
 from transload.nodes import Global
 from transload.opening import inspect
@@ -242,9 +242,11 @@ def packages(checkpoint: Checkpoint, machine: Machine, *, cwd: str = "") -> tupl
     ``cwd`` is the directory that scripts run from: Python finds modules there, too.
     """
     modules: dict[str, list[tuple[str, str]]] = {}
-    streams = {pickle.name for pickle in loaded_pickles(checkpoint)}
+    streams = {pickle.name: pickle.globals.keys() for pickle in loaded_pickles(checkpoint)}
+    composed = checkpoint.traits.composed  # not every name in its files is needed
     for use in checkpoint.globals:
-        package = use.module.partition(".")[0] if use.stream in streams else "torch"
+        needed = use.stream in streams and (not composed or (use.module, use.name) in streams[use.stream])
+        package = use.module.partition(".")[0] if needed else "torch"
         if use.verdict != "data" and package not in _NO_PACKAGE and package not in sys.stdlib_module_names:
             # For a name that transload.load builds itself, any release of the package will do.
             module = package if use.full_name in PLAIN_VALUES else use.module

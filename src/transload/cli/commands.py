@@ -29,7 +29,7 @@ def run_convert(arguments: Namespace) -> int:
         return 0
     if arguments.out is None:
         raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
-    options = keywords(arguments, "to key strip dtype allow_inf max_shard_size verify overwrite")
+    options = keywords(arguments, "to key strip dtype optimizer allow_inf max_shard_size verify overwrite")
     result = convert(arguments.path, arguments.out, **options, progress=not arguments.json)
     show_result(result, report, arguments)
     return 0 if result.complete and not result.listed else 1

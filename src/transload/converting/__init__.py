@@ -35,6 +35,7 @@ def convert(
     strip: str | tuple[str, ...] | list[str] = (),
     dtype: str | torch.dtype = "",
     allow_inf: bool = False,
+    optimizer: bool = False,
     max_shard_size: str | int | None = None,
     verify: bool = True,
     overwrite: bool = False,
@@ -46,7 +47,8 @@ def convert(
     ``to`` does: ``torch``, ``safetensors``, ``npz``, ``raw`` (a directory), or ``dcp`` (a directory that
     ``torch.distributed.checkpoint`` loads on any number of ranks). ``key`` chooses a part (``"model"``),
     ``strip`` removes prefixes from the names (``"module."``), and ``dtype`` (a name, or a ``torch.dtype``) converts
-    floating-point tensors, where a number that does not fit is an error unless ``allow_inf``. ``max_shard_size``
+    floating-point tensors, where a number that does not fit is an error unless ``allow_inf``. From a DeepSpeed or
+    Megatron directory, only the weights are written, unless ``optimizer`` asks for everything. ``max_shard_size``
     (``"5GB"``) splits safetensors into shards. ``verify`` compares the source with its checksums, and reads the target
     back, byte for byte, before it gets its name. ``progress`` is ``True`` for a line on the terminal, or a function
     that gets the bytes done and the total.
@@ -59,7 +61,9 @@ def convert(
         raise UsageError(f"expected the path of a file, not {type(dst).__name__}")
     refuse_name(target)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)
-    options = Options(key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size))
+    options = Options(
+        key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size), optimizer
+    )
     format_ = target_format(target, to)
     if options.max_shard_size and format_ != "safetensors":
         raise UsageError("only safetensors can be split into shards", fix="Leave out --max-shard-size.")

@@ -39,12 +39,12 @@ def node_at(
     node: Any = root
     for step in path:
         if id(node) not in members:  # the last of equal keys wins
-            members[id(node)] = {short_key(key): child for key, child in _members(node)}
+            members[id(node)] = {short_key(key): child for key, child in members_of(node)}
         node = members[id(node)].get(step, absent)
     return node
 
 
-def _members(node: Any) -> list[tuple[Any, object]]:
+def members_of(node: Any) -> list[tuple[Any, object]]:
     """The children of an inert node that a path can name: entries, attributes, positions."""
     if type(node) is Dict:
         return node.pairs()

@@ -33,6 +33,7 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     names = _judge_pickles(checkpoint.pickles, load)
     if names.safety == "needs-trust" and checkpoint.parts:
         names = _judge_apart(checkpoint, names, load)
+        names = _without_unused(checkpoint, names) if checkpoint.values else names
     # Names need not be allowed in formats that torch.load does not read. That transload.load makes plain values without
     # trust is not true of a file that it does not read either.
     unread = names.as_data and any(problem.code == "not-a-checkpoint" for problem in checkpoint.problems)
@@ -127,6 +128,20 @@ def _judge_apart(checkpoint: Checkpoint, names: Judgement, load: str) -> Judgeme
     findings = [replace(f, title=title, fix=fix) if f.code == "needs-trust" else f for f in others.findings]
     worst = worst_safety(judged.safety, others.safety)
     return names._replace(safety=worst, findings=(*judged.findings, *findings))
+
+
+def _without_unused(checkpoint: Checkpoint, names: Judgement) -> Judgement:
+    """``names`` without trust for what loading a composed checkpoint does not build, such as the state of a rank."""
+    from transload.judge.safety import loaded_pickles
+
+    built = {key for pickle in loaded_pickles(checkpoint) for key in pickle.globals}
+    if any((use.module, use.name) in built for use in names.globals if use.verdict not in ("data", "dangerous")):
+        return names
+    title = "its files ask for names that torch refuses, and transload.load does not need"
+    findings = (
+        replace(f, severity="note", title=title, fix=()) if f.code == "needs-trust" else f for f in names.findings
+    )
+    return names._replace(findings=tuple(findings))
 
 
 def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:

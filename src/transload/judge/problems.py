@@ -179,6 +179,8 @@ def rule_of(code: str) -> ProblemRule:
 
 # -- whether a file is too damaged to be loaded or converted
 
+UNMERGED = "ranks-unmerged"
+"""The files of ranks do not form one object, so there is nothing to load."""
 # Damage that only gets a warning: torch.load does not detect it either, or some tensors are left out.
 LEFT_OUT = frozenset({"gguf-quantized", "npy-not-numbers", "npy-objects", "npy-size"})
 _WARNED = LEFT_OUT | {"storage-skipped"}

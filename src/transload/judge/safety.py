@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any
 
-from transload.contents import GlobalUse, Judgement
+from transload.contents import Contents, GlobalUse, Judgement
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_streams
 from transload.formats.arrays import are_plain
@@ -29,6 +30,7 @@ from transload.nodes import (
     module_class,
     ordinary_names,
     short,
+    walk_nodes,
 )
 
 Complaint = tuple[Safety, str] | None
@@ -681,3 +683,18 @@ def safe_globals_lines(
         imports.append(f"# This trusts code that transload does not know, with any arguments: {', '.join(functions)}")
     allowed = f"with torch.serialization.safe_globals([{', '.join(entries)}]):"
     return (*imports, allowed, f"    obj = {load}(path)")
+
+
+def loaded_pickles(checkpoint: Contents) -> tuple[Pickle, ...]:
+    """The pickles that loading reads; others are in records and files that it ignores."""
+    if checkpoint.traits.container in ("stream", "tar"):
+        return checkpoint.pickles
+    main = [pickle for pickle in checkpoint.pickles if pickle.main]
+    if not checkpoint.traits.composed:
+        return tuple(main)
+    # Of the files of a composed checkpoint, only its values are built.
+    needed = {id(node) for node in walk_nodes(value.node for value in checkpoint.values) if type(node) is Global}
+    built = [copy(pickle) for pickle in main]
+    for pickle in built:
+        pickle.globals = {key: node for key, node in pickle.globals.items() if id(node) in needed}
+    return tuple(built)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from transload.contents import Value
+from transload.contents import Value, tie_of
 from transload.errors import DoesNotFitError
 from transload.loading.build import is_fake_mode
 from transload.loading.handles import DENSE, TensorReader, build_node
@@ -27,6 +27,7 @@ def load_composed(
     places = checkpoint.places
     tensors = {tensor.path: tensor for tensor in checkpoint.tensors}
     leaves: dict[tuple[str | int, ...], Any] = {}
+    tied: dict[Any, torch.Tensor] = {}
     jobs = []
     # torch.serialization.skip_data: tensors are allocated, but not read.
     skips = bool(getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False))
@@ -40,11 +41,16 @@ def load_composed(
             leaves[path] = opened.read(tensor, (), device)
             continue
         opened.check(tensor)
+        tie = tie_of(tensor)
+        if tie is not None and tie in tied:
+            leaves[path] = tied[tie]
+            continue
         try:
             leaf = leaves[path] = torch.empty(tensor.shape, dtype=opened.dtype_of(tensor), device=device)
         except RuntimeError as error:
             what = f"{device} has no memory for its {tensor.nbytes:,} bytes: {error}"
             raise DoesNotFitError(what, where=f"{checkpoint.path} › {tensor.name}") from error
+        tied[tie] = leaf
         leaf._backward_hooks = OrderedDict()  # noqa: SLF001 - as torch.load leaves it
         if not (leaf.is_meta or skips or is_fake_mode()):
             jobs.append((tensor, leaf, ()))

@@ -16,8 +16,15 @@ from transload.errors import LoadError, UnsafeError
 from transload.findings import first_lines
 from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
-from transload.judge.problems import LEFT_OUT, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
-from transload.judge.safety import DO_NOT_LOAD, finds_plain_values, full_name, judge_pickles, safe_globals_lines
+from transload.judge.problems import LEFT_OUT, UNMERGED, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
+from transload.judge.safety import (
+    DO_NOT_LOAD,
+    finds_plain_values,
+    full_name,
+    judge_pickles,
+    loaded_pickles,
+    safe_globals_lines,
+)
 from transload.nodes import Global, Pickle
 from transload.opening import OpenCheckpoint
 
@@ -128,6 +135,9 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
     if left is not None and not any(map(is_plain, checkpoint.tensors)):
         what = f"nothing in it is a tensor to torch: {sentence_of(left)}"
         raise LoadError(what, where=checkpoint.path, fix="\n".join(left.fix))
+    apart = next((finding for finding in checkpoint.findings if finding.code == UNMERGED), None)
+    if apart is not None:
+        raise LoadError(sentence_of(apart), where=checkpoint.path, fix="\n".join(apart.fix))
     form = checkpoint.traits
     what = f"this is {'an' if form.words[0] in 'AEIO' else 'a'} {form.words}"
     if form.instead and not form.program:
@@ -154,15 +164,6 @@ def leave_out(opened: OpenCheckpoint) -> None:
     if checkpoint is not opened.checkpoint:
         opened.checkpoint = checkpoint
         opened.files = tuple(replace(file, checkpoint=checkpoint) for file in opened.files)
-
-
-def loaded_pickles(checkpoint: Checkpoint) -> tuple[Pickle, ...]:
-    """The pickles that loading reads; others are in records and files that it ignores."""
-    if checkpoint.traits.container in ("stream", "tar"):
-        return checkpoint.pickles
-    # The index of a composed checkpoint is never built.
-    indexes = {part.name for part in checkpoint.parts if part.role == "index"}
-    return tuple(pickle for pickle in checkpoint.pickles if pickle.main and pickle.name not in indexes)
 
 
 def refuse_unsafe(checkpoint: Checkpoint) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Checkpoint, Tensor
+from transload.contents import tie_of
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
@@ -26,7 +27,7 @@ from transload.nodes import Dict
 from transload.opening.elements import Allowance, ElementReader, is_constant
 from transload.writing.objects import Leftovers, Omission, Path, with_arrays
 from transload.writing.output import SHARD, index_name, sibling_files
-from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping, tie_of
+from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping
 from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, cast_dtype
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class Options(NamedTuple):
     dtype: str = ""
     allow_inf: bool = False
     max_shard_size: int = 0
+    optimizer: bool = False
 
 
 def target_format(dst: str, to: str = "") -> str:
@@ -171,14 +173,19 @@ class ConversionPlan:
     the names of tensors that became several entries, ``omitted`` the tensors that are left out, and ``others`` how many
     are outside the key. ``renamed`` pairs names in the source with new names; ``unmatched`` are prefixes to strip that
     no name begins with. ``metadata`` is the metadata of safetensors files, without aliases. ``dropped`` is everything
-    that is not a tensor, by path. ``arrays`` are the paths of numpy arrays in the source, and ``content`` is the source
-    with these as tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
+    that is not a tensor, by path; ``weights_only`` is whether only the weights of many ranks are written, since nothing
+    else was asked for. ``arrays`` are the paths of numpy arrays in the source, and ``content`` is the source with these
+    as tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
 
     If the target stores an object, ``root`` is that, and ``placed`` are the tensors in their order there. For a torch
     zip, ``opening`` are the records of the object, and ``storages`` the bytes to write; for DCP it is ``flattened``.
     """
 
     def __init__(self, reader: ElementReader, format_: str, options: Options) -> None:
+        weights = reader.checkpoint.traits.weights
+        merged = any(tensor.path[:1] == (weights,) for tensor in reader.checkpoint.tensors)
+        self.weights_only = merged and not (options.key or options.optimizer)
+        options = options._replace(key=weights) if self.weights_only else options
         self.format, self.options = format_, options
         self._target = TARGETS[format_]
         is_object = self._target.is_object
@@ -501,7 +508,9 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     form = plan.checkpoint.traits
     if form.program:
         yield "the program itself is not converted, only its weights"
-    if form.ranks:
+    if plan.weights_only and plan.others:
+        yield "only the weights are written; --optimizer adds the states of the optimizer, and everything else"
+    if any(problem.code == "ranks-unmerged" for problem in plan.checkpoint.problems):
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Storage, Tensor
-from transload.contents import byte_span
+from transload.contents import byte_span, tie_of
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
 from transload.formats.graph import call_items, last_pairs, node_at, short_key
 from transload.geometry import contiguous
@@ -193,14 +193,6 @@ class Structure(BoundedWalk):
 # -- which bytes become storages
 
 _WIDEST = 16
-
-
-def tie_of(tensor: Tensor) -> Any:
-    """A key that is equal for tied tensors; ``None`` for a tensor that cannot be tied to another."""
-    if tensor.kind != "strided" or tensor.storage is None or not tensor.numel:
-        return None
-    steps = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1]
-    return (tensor.storage, tensor.offset, tensor.shape, tuple(steps), tensor.dtype, tensor.flags)
 
 
 def overlapping(entries: Iterable[TargetTensor]) -> Iterator[list[TargetTensor]]:

@@ -1,0 +1,257 @@
+"""What the files of several ranks have, put together without reading it.
+
+A ``Composition`` is the object that the files form: tensors in pieces, and values. ``UnmergedError`` says why it cannot
+be formed; then the files stay apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from transload.checkpoint import Checkpoint, Key, Leaf, Tensor, Value
+from transload.contents import with_parts
+from transload.formats.graph import members_of, node_at, short_key
+from transload.formats.sets.merger import Merger
+from transload.frozen import NamedTuple, replace
+from transload.geometry import contiguous
+from transload.nodes import Call, Dict, called
+from transload.render.words import plural
+
+MAX_DIMENSIONS = 64
+_SAME: Any = object()
+
+
+class UnmergedError(Exception):
+    """Why the files of the ranks cannot be put together."""
+
+
+class RankFile(NamedTuple):
+    """A file of a rank: what it is, the keys of its object, and its tensors by their path in it."""
+
+    name: str
+    kind: str
+    root: dict[Key, object]
+    tensors: dict[tuple[Key, ...], Tensor]
+    checkpoint: Checkpoint
+
+    def at(self, path: tuple[Key, ...]) -> object:
+        """The node at a path; ``None`` if there is none."""
+        return node_at(self.checkpoint.root, path)
+
+    def run(self, path: tuple[Key, ...]) -> Tensor:
+        """The one-dimensional tensor at a path."""
+        tensor = self.tensors.get(path)
+        if tensor is None or tensor.kind != "strided" or len(tensor.shape) != 1:
+            raise UnmergedError(f"{self.name} has no vector at {'/'.join(map(str, path))}")
+        return tensor
+
+
+class Composition:
+    """The object that the files of a folder form, by path."""
+
+    def __init__(self, merger: Merger) -> None:
+        self.merger = merger
+        self._files: list[RankFile] = []
+        self._tensors: list[Tensor] = []
+        self._values: list[Value] = []
+        self._leaves: list[Leaf] = []
+        self._lacks: list[tuple[str, str]] = []
+
+    def read(self, name: str, kind: str) -> RankFile | None:
+        """Read a file of the folder; ``None``, with a problem, if that fails."""
+        before = len(self.merger.tensors)
+        checkpoint = self.merger.read(name, kind)
+        if checkpoint is None:
+            return None
+        tensors = {tensor.path[1:]: tensor for tensor in self.merger.tensors[before:]}
+        path = self.merger.listing.prefix + name
+        self._files.append(RankFile(path, kind, entries(checkpoint.root), tensors, checkpoint))
+        return self._files[-1]
+
+    def put(self, path: tuple[Key, ...], tensor: Tensor) -> None:
+        """Put a tensor at a path of the object."""
+        self._tensors.append(tensor._replace(path=path, name="/".join(map(str, path)), start=None, requires_grad=False))
+
+    def put_copy(self, path: tuple[Key, ...], tensor: Tensor) -> None:
+        """Put a tensor at a path that others have, too, but not its memory: an optimizer counts each one's steps."""
+        part = tensor._replace(start=(0,) * len(tensor.shape))
+        whole = tensor._replace(stride=contiguous(tensor.shape), storage=None, offset=0, file_offset=None, flags=())
+        self.put(path, whole._replace(kind="sharded", parts=(part,)) if tensor.kind == "strided" else tensor)
+
+    def put_node(self, path: tuple[Key, ...], file: RankFile, old: tuple[Key, ...], node: object = _SAME) -> None:
+        """Put what is at a path of a file at another path of the object, or ``node`` instead of it."""
+        if old in file.tensors:
+            self.put(path, file.tensors[old])
+            return
+        node = file.at(old) if node is _SAME else node
+        self._values.append(Value(path, node, file.name, len(self._tensors)))
+        for inner, tensor in file.tensors.items():
+            if inner[: len(old)] == old:
+                self.put((*path, *inner[len(old) :]), tensor)
+        for leaf in file.checkpoint.leaves:
+            if leaf.path[: len(old)] == old:
+                new = (*path, *leaf.path[len(old) :])
+                self._leaves.append(replace(leaf, path=new, name="/".join(map(str, new))))
+
+    def assembled(self, path: tuple[Key, ...], shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
+        """A tensor that consists of runs; notes which rows are missing. ``UnmergedError`` if their dtypes differ."""
+        dtypes = {part.dtype for part in parts}
+        if len(dtypes) > 1:
+            raise UnmergedError(f"ranks have {' and '.join(sorted(dtypes))} for {'/'.join(map(str, path))}")
+        tensor = assembled(path, shape, parts)
+        row, at, lost = max(1, prod(shape[1:])), 0, []
+        ends = [(part.start[0], part.start[0] + part.numel) for part in parts if part.start]
+        for begin, end in [*ends, (prod(shape), prod(shape))]:
+            if begin > at:
+                first, last = at // row, (begin - 1) // row
+                lost.append(f"{first:,}" if first == last else f"{first:,} to {last:,}")
+            at = max(at, end)
+        if lost:
+            rows = plural(shape[0] if shape else 1, "row")
+            self.lack(tensor.name, f"it has {rows}, and these are missing or not complete: {', '.join(lost)}")
+        return tensor
+
+    def lack(self, name: str, detail: str) -> None:
+        """Note that a tensor is not complete, unless the files stay apart."""
+        self._lacks.append((name, detail))
+
+    def mixed(self, detail: str) -> UnmergedError:
+        """Note that the files do not belong together, and return the error to raise."""
+        self.merger.note("ranks-differ", detail)
+        return UnmergedError("the files do not belong together")
+
+    def keep_apart(self, why: str) -> None:
+        """Leave the files as they are, each with its own object."""
+        self.merger.note("ranks-unmerged", why)
+        self.merger.values = [Value((file.name,), file.checkpoint.root, file.name) for file in self._files]
+
+    def finish(self) -> None:
+        """Make it the content of the checkpoint."""
+        merger = self.merger
+        for name, detail in self._lacks:
+            merger.noted.add("dcp-piece-missing", name, detail)
+        names: dict[str | None, dict[str, None]] = {}
+        for tensor in self._tensors:
+            for part in with_parts(tensor):
+                names.setdefault(part.storage, {})[tensor.name] = None
+        merger.tensors, merger.values, merger.leaves = self._tensors, self._values, self._leaves
+        merger.storages = [one._replace(tensors=tuple(names.get(one.id, ()))) for one in merger.storages]
+
+
+# -- nodes
+
+
+def entries(node: object) -> dict[Key, object]:
+    """The entries of a dictionary, or the attributes of an object; empty for anything else."""
+    return {short_key(key): child for key, child in members_of(node)} if type(node) in (Dict, Call) else {}
+
+
+def list_of(node: object) -> list[Any]:
+    """A list or tuple; empty for anything else."""
+    return [*node] if isinstance(node, list | tuple) else []
+
+
+def number_of(node: object) -> int | None:
+    """An integer, or that of an enumeration."""
+    if type(node) is Call and type(node.args) is tuple and len(node.args) == 1:
+        node = node.args[0]
+    return node if type(node) is int and 0 <= node < 1 << 63 else None
+
+
+def shape_of(node: object) -> tuple[int, ...]:
+    """A ``torch.Size``, which pickles as a call with a tuple; ``UnmergedError`` if it is none."""
+    if type(node) is Call and called(node) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
+        node = node.args[0]
+    sizes = [number_of(size) for size in list_of(node)[: MAX_DIMENSIONS + 1]]
+    if type(node) not in (list, tuple) or None in sizes or len(sizes) > MAX_DIMENSIONS:
+        raise UnmergedError("the shape of a parameter is not one")
+    return tuple(size for size in sizes if size is not None)
+
+
+# -- tensors
+
+
+class Vector:
+    """A vector that is spread over several files: its runs, each a one-dimensional tensor, in order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._runs: list[Tensor] = []
+
+    def add(self, begin: int, run: Tensor) -> None:
+        """Add a run that begins at a position, after all others."""
+        if run.numel:
+            self._starts.append(begin)
+            self._runs.append(run)
+
+    def cut(self, begin: int, numel: int, start: int = 0) -> list[Tensor]:
+        """The elements from ``begin`` on, as parts of a tensor in which they begin at ``start``."""
+        parts = []
+        end = begin + numel
+        for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._runs)):
+            first, run = self._starts[index], self._runs[index]
+            if first >= end:
+                break
+            low, high = max(begin, first), min(end, first + run.numel)
+            if low < high:
+                offset = run.offset + (low - first) * run.stride[0]
+                parts.append(run._replace(shape=(high - low,), offset=offset, start=(start + low - begin,)))
+        return parts
+
+
+def assembled(path: tuple[Key, ...], shape: tuple[int, ...], parts: Sequence[Tensor]) -> Tensor:
+    """A tensor that consists of runs; a plain one if it is a single run of a file."""
+    name = "/".join(map(str, path))
+    if len(parts) == 1 and parts[0].numel == prod(shape):
+        (step,) = parts[0].stride
+        stride = tuple(step * each for each in contiguous(shape))
+        return parts[0]._replace(path=path, name=name, shape=shape, stride=stride, start=None)
+    dtype, device = (parts[0].dtype, parts[0].device) if parts else ("float32", "cpu")
+    return Tensor(path, name, dtype, shape, contiguous(shape), device, None, kind="sharded", parts=tuple(parts))
+
+
+def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
+    """Some rows of a tensor, which is plain or consists of runs."""
+    shape = (end - begin, *tensor.shape[1:])
+    if tensor.kind == "strided":
+        return tensor._replace(shape=shape, offset=tensor.offset + begin * tensor.stride[0])
+    size, vector = prod(tensor.shape[1:]), Vector()
+    for part in tensor.parts:
+        vector.add(part.start[0] if part.start else 0, part)
+    return assembled(tensor.path, shape, vector.cut(begin * size, (end - begin) * size))
+
+
+def concatenated(path: tuple[Key, ...], slices: Sequence[Tensor], dim: int, stacks: int = 1) -> Tensor:
+    """The tensor whose slices along a dimension the ranks have.
+
+    Each slice may be a stack of several tensors, all of the same size along that dimension, which is then the first:
+    the slices of the first of them come before those of the next one.
+    """
+    first = slices[0]
+    pieces = list(slices)
+    if stacks > 1:
+        sizes = [each.shape[0] // stacks for each in slices]
+        pieces = [
+            rows_of(each, number * size, (number + 1) * size)
+            for number in range(stacks)
+            for each, size in zip(slices, sizes, strict=True)
+        ]
+    parts, at = [], 0
+    for piece in pieces:
+        start = tuple(at if axis == dim else 0 for axis in range(len(first.shape)))
+        parts.append(piece._replace(start=start))
+        at += piece.shape[dim]
+    shape = tuple(at if axis == dim else size for axis, size in enumerate(first.shape))
+    name = "/".join(map(str, path))
+    return Tensor(
+        path, name, first.dtype, shape, contiguous(shape), first.device, None, kind="sharded", parts=tuple(parts)
+    )
+
+
+def can_be_joined(slices: Sequence[Tensor], dim: int) -> bool:
+    """Whether tensors have the same dtype, and the same shape in all other dimensions."""
+    shapes = {(len(each.shape), *each.shape[:dim], -1, *each.shape[dim + 1 :]) for each in slices}
+    return len(shapes) == 1 and len({each.dtype for each in slices}) == 1 and 0 <= dim < len(slices[0].shape)
