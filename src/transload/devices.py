@@ -121,9 +121,5 @@ def split(device: str) -> tuple[str, int | None]:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """The rank of this process on its node, if a launcher has set it.
-
-    >>> local_rank({"LOCAL_RANK": "3"}), local_rank({})
-    (3, None)
-    """
+    """The rank of this process on its node, if a launcher has set it."""
     return split(f":{environ.get('LOCAL_RANK', '')}")[1]

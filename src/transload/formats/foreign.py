@@ -123,11 +123,7 @@ def _rows(section: str, fields: int) -> list[list[str]]:
 
 
 def identify_zip(names: list[str], path: str = "FILE") -> Foreign:
-    """Identify a zip archive by the names of its records; ``path`` is for the commands in the fix.
-
-    >>> identify_zip(["readme.txt", "weights/ok.pt"]).title
-    'a zip archive with a checkpoint inside: weights/ok.pt'
-    """
+    """Identify a zip archive by the names of its records; ``path`` is for the commands in the fix."""
     relevant = [name for name in names[:MAX_NAMES] if not re.search(r"(^|/)(__MACOSX/|\.DS_Store$|\._)", name)]
     for format_, title, patterns, advice in _rows("zip archives", 4):
         if all(any(re.search(pattern, name) for name in relevant) for pattern in patterns.split()):
@@ -310,11 +306,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def as_text(head: bytes) -> str:
-    """The bytes as text; empty if they are not text.
-
-    >>> as_text(b"Entry not found"), as_text(bytes(4))
-    ('Entry not found', '')
-    """
+    """The bytes as text; empty if they are not text."""
     encoding = "utf-16" if head.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
     if b"\0" in head and encoding != "utf-16":
         return ""
@@ -414,11 +406,7 @@ def _json(view: Excerpt, text: str) -> Foreign | None:
 
 
 def identify(source: Source, *, depth: int = 0, whole: bool = True) -> Foreign:
-    r"""Identify a source that could not be read as a checkpoint; for ``depth`` and ``whole`` see ``Excerpt``.
-
-    >>> identify(BytesSource(b"Entry not found")).title
-    '15 bytes of text, probably a server\'s answer: "Entry not found"'
-    """
+    """Identify a source that could not be read as a checkpoint; for ``depth`` and ``whole`` see ``Excerpt``."""
     view = Excerpt(source, depth=depth, whole=whole)
     if start := getattr(source, "start", 0) if not view.size else 0:
         title = f"the end of a file object: nothing follows its position, byte {start:,}"

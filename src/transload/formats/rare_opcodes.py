@@ -51,12 +51,9 @@ _ESCAPES = dict(
 
 
 def opcodes(data: bytes, start: int = 0, raw: Iterable[tuple[int, int]] = ()) -> Iterator[tuple[int, int]]:
-    r"""Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
+    """Position and code of each opcode of the pickle at ``start``, until STOP, the end of the data, or an unknown one.
 
     ``raw`` are the starts and ends of bytes that are not opcodes.
-
-    >>> [chr(code) for _, code in opcodes(b"K\x01q\x00.")]
-    ['K', 'q', '.']
     """
     for begin, end in raw:
         yield from takewhile(lambda opcode: opcode[0] < begin, opcodes(data, start))  # noqa: B023 - used up at once

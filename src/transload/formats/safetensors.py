@@ -47,12 +47,7 @@ class HeaderEntry(NamedTuple):
 
 
 def looks_like_safetensors(source: Source) -> bool:
-    """Whether the first bytes are a plausible header length and the beginning of a JSON object.
-
-    >>> from transload.io.sources import BytesSource
-    >>> looks_like_safetensors(BytesSource(bytes([2, 0, 0, 0, 0, 0, 0, 0]) + b"{}"))
-    True
-    """
+    """Whether the first bytes are a plausible header length and the beginning of a JSON object."""
     head = source.read(0, PREFIX + 64)
     length = int.from_bytes(head[:PREFIX], "little")
     if len(head) < PREFIX + 1 or length < 2:  # the shortest object is {}

@@ -1,16 +1,8 @@
-r"""Write an archive record by record: threads compute checksums ahead of the writes that need them.
+"""Write an archive record by record: threads compute checksums ahead of the writes that need them.
 
 ``local_header``, ``descriptor``, ``central_entry`` and ``end_of_archive`` are the bytes that torch writes around
 records. torch does not compress records. Size and checksum follow the bytes of a record, in a descriptor, so it can be
 written before its checksum is known. A padding field in the header aligns the bytes.
-
->>> data = b"3\n"
->>> start = local_header(b"a/version", len(data), 0)
->>> record = start + data + descriptor(len(data), 0x5567_6311, 0)
->>> entry = central_entry(b"a/version", len(data), 0x5567_6311, 0)
->>> archive = record + entry + end_of_archive(1, len(record), len(entry))
->>> archive.index(data) % ALIGNMENT, len(archive) == len(record) + len(entry) + len(end_of_archive(1, 0, 0))
-(0, True)
 """
 
 from __future__ import annotations

@@ -263,11 +263,7 @@ class Slice(Source):
 
 
 def open_source(f: SourceLike) -> Source:
-    """A source for anything ``torch.load`` would take, or for bytes.
-
-    >>> open_source(b"abc").read(1, 10)
-    b'bc'
-    """
+    """A source for anything ``torch.load`` would take, or for bytes."""
     if isinstance(f, str | os.PathLike):
         return FileSource(f)
     if isinstance(f, bytes | bytearray | memoryview):

@@ -56,11 +56,7 @@ MAX_PACKED = 64 << 20  # the largest compressed record that is unpacked, since t
 
 
 def _device(value: Any) -> str:
-    """A device from the JSON of a program.
-
-    >>> _device({"type": "cuda", "index": 1}), _device({"type": "cpu", "index": None})
-    ('cuda:1', 'cpu')
-    """
+    """A device from the JSON of a program: ``{"type": "cuda", "index": 1}`` is ``cuda:1``."""
     index = fields(value).get("index")
     return (text(fields(value).get("type")) or "unknown") + (f":{index}" if type(index) is int else "")
 
