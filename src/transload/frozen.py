@@ -25,7 +25,7 @@ class _Fields:
     def __init__(self, cls: Any, annotations: dict[str, Any], defaults: dict[str, Any]) -> None:
         self.cls, self.annotations, self.defaults = cls, annotations, defaults
 
-    def __get__(self, made: object, cls: type) -> Any:
+    def __get__(self, instance: object, cls: type) -> Any:
         from dataclasses import dataclass
 
         named = {"__module__": self.cls.__module__, "__doc__": "Not empty, else dataclass() adds a signature."}
@@ -87,12 +87,12 @@ else:
             if not bases:
                 return super().__new__(cls, name, bases, namespace)
             names = namespace["__annotations__"]
-            defaults = [namespace[each] for each in names if each in namespace]
-            made = namedtuple(name, names, defaults=defaults)  # noqa: PYI024 - the types are for the type checker
-            for each, value in namespace.items():
-                if each not in names:
-                    setattr(made, each, value)
-            return made
+            defaults = [namespace[field] for field in names if field in namespace]
+            result = namedtuple(name, names, defaults=defaults)  # noqa: PYI024 - the types are for the type checker
+            for attribute, value in namespace.items():
+                if attribute not in names:
+                    setattr(result, attribute, value)
+            return result
 
     class NamedTuple(metaclass=_NamedTupleMaker):
         """A base class that works like ``typing.NamedTuple``.
@@ -104,26 +104,26 @@ else:
         Card(name='H200', sizes=())
         """
 
-    def replace(made: Any, /, **changes: Any) -> Any:
+    def replace(instance: Any, /, **changes: Any) -> Any:
         """``dataclasses.replace``, which need not be imported for classes derived from ``Frozen``."""
-        if isinstance(made, Frozen):
-            return made.__replace__(**changes)
+        if isinstance(instance, Frozen):
+            return instance.__replace__(**changes)
         from dataclasses import replace
 
-        return replace(made, **changes)
+        return replace(instance, **changes)
 
 
 def _init(cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> Any:
     """The ``__init__`` of a class, compiled for it, so that creating an object takes one call."""
     names: dict[str, Any] = {"defaults": defaults}
-    made = []
+    factories = []
     for name, default in defaults.items():
         if hasattr(default, "default_factory"):  # ``dataclasses.field``
-            made.append(f" {name} = {name}.default_factory() if {name} is defaults[{name!r}] else {name}\n")
+            factories.append(f" {name} = {name}.default_factory() if {name} is defaults[{name!r}] else {name}\n")
             delattr(cls, name)
     # Short, since compiling takes time. ``update`` copies: a debugger adds variables to the dict of locals().
     body = " self.__dict__.update(locals())\n del self.__dict__['self']"
-    exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(made)}{body}", names)  # noqa: S102
+    exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(factories)}{body}", names)  # noqa: S102
     init = names["__init__"]
     init.__defaults__ = tuple(defaults.values())
     init.__annotations__ = {**annotations, "return": "None"}
@@ -149,7 +149,7 @@ class Reported:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _plain(item) for name, item in value.items()}
     return value.to_dict() if isinstance(value, Plain) else value

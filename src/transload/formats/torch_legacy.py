@@ -227,7 +227,7 @@ def _octal(field: bytes) -> int | None:
 def read_tar(source: Source) -> Checkpoint | None:
     """The checkpoint in a tar archive; ``None`` if there is none, or it is not a tar archive."""
     reader = TarReader(source)
-    if not {"pickle", "tensors", "storages"} <= reader.found.keys():
+    if not {"pickle", "tensors", "storages"} <= reader.members.keys():
         return None
     # Note what could make tarfile, inside torch, read other members; and members that torch does not read.
     problems = reader.problems
@@ -247,8 +247,8 @@ def read_tar(source: Source) -> Checkpoint | None:
     reader.read_storages()
     reader.read_tensors()
     for name in ("sys_info", "pickle"):  # only old readers load sys_info; pickle is the object
-        if name in reader.found:
-            main, _ = run_at(reader.found[name], 0, name)
+        if name in reader.members:
+            main, _ = run_at(reader.members[name], 0, name)
             main.main = name == "pickle"
             reader.add_pickle(main)
     # torch reads the file as a pickle where tarfile fails, and a tar header can be a valid pickle.
@@ -271,7 +271,7 @@ class TarReader(Draft):
         self.listed, problems = members(source)
         self.problems += problems
         named = ((path.removeprefix("./"), offset, size) for path, offset, size, _ in self.listed)
-        self.found = {name: Slice(source, offset, size, name) for name, offset, size in named}
+        self.members = {name: Slice(source, offset, size, name) for name, offset, size in named}
         self.places: dict[str, Record] = {}
         self.storage_ids: dict[str, Persistent] = {}
         self.tensor_args: dict[str, tuple[Any, ...]] = {}
@@ -300,7 +300,7 @@ class TarReader(Draft):
 
     def read_storages(self) -> None:
         """Read ``storages``: for each its id, element count and bytes; then the list of views."""
-        part = self.found["storages"]
+        part = self.members["storages"]
         for entry in self._entries(part):
             is_entry = type(entry) is tuple and len(entry) == 3 and type(entry[1]) is str and type(entry[2]) is Global
             key = _key(entry[0]) if is_entry else ""
@@ -329,7 +329,7 @@ class TarReader(Draft):
 
     def read_tensors(self) -> None:
         """Read ``tensors``: for each its id and storage, its rank, sizes, strides and offset."""
-        part = self.found["tensors"]
+        part = self.members["tensors"]
         for entry in self._entries(part):
             key = _key(entry[0]) if type(entry) is tuple and len(entry) == 3 else ""
             if not key:

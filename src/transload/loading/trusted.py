@@ -296,7 +296,7 @@ def load_trusted(
         if tar:
             from transload.formats.torch_legacy import TarReader
 
-            return unpickled(as_file(TarReader(source).found["pickle"]), find)
+            return unpickled(as_file(TarReader(source).members["pickle"]), find)
         if container == "stream":
             stream = as_file(source)
             for _ in range(3):  # skip the magic number, the protocol version and the system info

@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from struct import pack_into
 from zlib import crc32
 
@@ -210,7 +211,7 @@ class RebuiltArchive(Assembly):
             put(*record.content)
             generate(behind)
         put(*after)
-        directory = b"".join(entry for _, entry in sorted(entries, key=lambda each: each[0]))
+        directory = b"".join(entry for _, entry in sorted(entries, key=itemgetter(0)))
         generate(directory + end_of_archive(len(entries), at, len(directory)))
         super().__init__(parts, name)
 
@@ -276,12 +277,12 @@ def recover_archive(source: Source) -> Recovered | None:
     # Compare the new archive with the damaged file.
     archive = RebuiltArchive(records, source.name, after)
     in_place = not lost and {record.header for record in records} <= {offset for offset, _ in archive.generated}
-    repairs = [
-        repair._replace(record=name_below_root(each.name)) for each, verdict in checked for repair in verdict.repairs
-    ]
+    repairs: list[Repair] = []
+    for scanned, verdict in checked:
+        repairs += [repair._replace(record=name_below_root(scanned.name)) for repair in verdict.repairs]
     if not scan.directory.entries and not in_place:
         notes.insert(0, "the directory of the archive is missing: the records were found one by one")
-    proven = all(each.name_proven for each, _ in checked)  # a header contains the name: it is no more certain than that
+    proven = all(record.name_proven for record, _ in checked)  # a header is no more certain than the name in it
     for offset, right in archive.generated if in_place else ():
         repairs += differences(offset, source.read(offset, len(right)), right, proven=proven)
     if len(repairs) > _MAX_REPAIRS:
@@ -295,7 +296,8 @@ def recover_archive(source: Source) -> Recovered | None:
         another = source.read(archive.size, 4) == b"PK\x03\x04"
         what = "another archive begins there" if another else "they belong to no record"
         notes.append(f"{-shortfall:,} bytes from byte {archive.size:,} on are left out: {what}")
-    unchecked = frozenset(name_below_root(each.name) for each, it in checked if it.state == "unchecked" and each.stored)
+    unsummed = [record for record, verdict in checked if verdict.state == "unchecked" and record.stored]
+    unchecked = frozenset(name_below_root(record.name) for record in unsummed)
     listed = tuple(repairs[:_MAX_REPAIRS])
     recovered = Recovered(source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked)
     return with_records(recovered, records, archive)

@@ -21,7 +21,6 @@ from transload.judge.problems import rule_of
 from transload.opening import OpenCheckpoint
 from transload.opening.damage import damages, misplaced, records_of, sum_records
 from transload.opening.digests import TensorSums, compare, hash_of_all
-from transload.opening.elements import ElementReader
 from transload.verifying.manifests import Manifest, read_manifest, refuse_target, write_manifest
 from transload.verifying.report import Verification, report, several, written
 
@@ -59,51 +58,43 @@ def verify(
         manifest = read_manifest(os.fspath(against))
     hashes = hashes or manifest is not None
     with OpenCheckpoint(f) as opened:
-        result = _verified(opened.elements, progress, hashes=hashes, values=values)
-    if manifest is not None:
-        differences = compare(manifest.of(result.path).tensors, result.tensors)
-        result = replace(result, manifest=manifest.path, differences=differences)
-    return replace(result, seconds=time.perf_counter() - start)
+        reader = opened.elements
+        records = records_of(reader)
+        sums = TensorSums(reader, records, hashes=hashes, values=values)
+        every = [record for inside in records.values() for record in inside]
+        total = sum(record.stored for record in every) + sums.nbytes
+        line = pool.ProgressLine(pool.terminal() if progress is True else None, "verifying", passing=True)
+        show = line if progress is None or isinstance(progress, bool) else progress
+        nbytes_read = 0
 
+        def count_bytes(nbytes: int) -> None:
+            nonlocal nbytes_read
+            nbytes_read += nbytes  # includes the gaps between records, which are not part of the total
+            show(nbytes_read, total)
 
-def _verified(reader: ElementReader, progress: Progress, *, hashes: bool, values: bool) -> Verification:
-    """Read every byte, and give the verdict, with the tensors that are damaged."""
-    records = records_of(reader)
-    sums = TensorSums(reader, records, hashes=hashes, values=values)
-    every = [record for inside in records.values() for record in inside]
-    total = sum(record.stored for record in every) + sums.nbytes
-    line = pool.ProgressLine(pool.terminal() if progress is True else None, "verifying", passing=True)
-    show = line if progress is None or isinstance(progress, bool) else progress
-    nbytes_read = 0
-
-    def count_bytes(nbytes: int) -> None:
-        nonlocal nbytes_read
-        nbytes_read += nbytes  # includes the gaps between records, which are not part of the total
-        show(nbytes_read, total)
-
-    try:
-        bad = sum_records(reader, records, sums.records, count_bytes)
-        bad |= sums.run(count_bytes)
-    finally:
-        line.end()
-    compared = sum(record.crc32 is not None for record in every)
-    unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
-    checkpoint = reader.checkpoint
-    unsummed += sum(part.name.endswith(".metadata") for part in checkpoint.parts)  # torch.distributed.checkpoint
-    located = (problem.within(file) if file else problem for (file, _, _), problem in bad.items())
-    new = tuple(new_problems(located, checkpoint.problems))
-    noted = any(problem.code == "crc-mismatch" for problem in checkpoint.problems)
-    checksummed = bool(compared) and not unsummed and not bad and not noted
-    judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
-    judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
-    broken = {name: ("broken", why) for name, why in misplaced(reader).items()}
-    damaged = damages(reader, records, bad, {**broken, **sums.failed})
-    by_name = {entry.name: entry for entry in sums.entries}
-    aliases = aliases_in(reader.header_metadata(), by_name) if hashes else {}
-    entries = (*sums.entries, *(by_name[name]._replace(name=alias) for alias, name in aliases.items()))
-    # A tensor that claims more bytes than the file has is not hashed; then there is no hash of all tensors.
-    complete = all(entry.sha256 or entry.nbytes == 0 for entry in sums.entries) and not sums.failed
-    hashed = hashes and complete and judged.integrity != "not-a-checkpoint"
+        try:
+            bad = sum_records(reader, records, sums.records, count_bytes)
+            bad |= sums.run(count_bytes)
+        finally:
+            line.end()
+        compared = sum(record.crc32 is not None for record in every)
+        unsummed = sum(record.crc32 is None and record.size > 0 for record in every)
+        checkpoint = reader.checkpoint
+        unsummed += sum(part.name.endswith(".metadata") for part in checkpoint.parts)  # torch.distributed.checkpoint
+        located = (problem.within(file) if file else problem for (file, _, _), problem in bad.items())
+        new = tuple(new_problems(located, checkpoint.problems))
+        noted = any(problem.code == "crc-mismatch" for problem in checkpoint.problems)
+        checksummed = bool(compared) and not unsummed and not bad and not noted
+        judged = replace(checkpoint, problems=(*checkpoint.problems, *new), checksummed=checksummed)
+        judged = judge(judged, describe=False) if new else replace(judged, integrity=integrity_of(judged))
+        broken = {name: ("broken", why) for name, why in misplaced(reader).items()}
+        damaged = damages(reader, records, bad, {**broken, **sums.failed})
+        by_name = {entry.name: entry for entry in sums.entries}
+        aliases = aliases_in(reader.header_metadata(), by_name) if hashes else {}
+        entries = (*sums.entries, *(by_name[name]._replace(name=alias) for alias, name in aliases.items()))
+        # A tensor that claims more bytes than the file has is not hashed; then there is no hash of all tensors.
+        complete = all(entry.sha256 or entry.nbytes == 0 for entry in sums.entries) and not sums.failed
+        hashed = hashes and complete and judged.integrity != "not-a-checkpoint"
     return Verification(
         path=judged.path,
         format=judged.format,
@@ -113,7 +104,7 @@ def _verified(reader: ElementReader, progress: Progress, *, hashes: bool, values
         checksums=compared,
         unsummed=unsummed,
         nbytes_read=nbytes_read,
-        seconds=0.0,
+        seconds=time.perf_counter() - start,
         damaged=damaged,
         findings=tuple(
             finding  # about the bytes: what loading would run does not matter here
@@ -122,4 +113,6 @@ def _verified(reader: ElementReader, progress: Progress, *, hashes: bool, values
         ),
         tensors=entries,
         sha256=hash_of_all(entries) if hashed else "",
+        manifest=manifest.path if manifest is not None else "",
+        differences=compare(manifest.of(judged.path).tensors, entries) if manifest is not None else (),
     )

@@ -95,13 +95,13 @@ def graph_problems(name: str, program: dict[str, Any]) -> list[Problem]:
 
 
 class Package(Program):
-    """The content of all programs of an archive; ``known`` are the names of the records that were read."""
+    """The content of all programs of an archive; ``records_read`` are the names of those."""
 
     def __init__(self, archive: Archive, format_: str) -> None:
         super().__init__(archive, format_, _TEXT_RECORDS)
         self.facts = [fact for fact in self.facts if fact != ("folder", "")]  # the old form has none
         self.recorded: list[tuple[str, str]] = []
-        self.known: set[str] = set()
+        self.records_read: set[str] = set()
         names = [name for name in archive.records if name.startswith("models/") and name.endswith(".json")]
         self.models = [name[len("models/") : -len(".json")] for name in names]
 
@@ -122,9 +122,9 @@ class Package(Program):
         Its offsets are those of the outer file. Its pickles and problems are added here; its tensors are not.
         """
         record = self.archive.find(name)
-        if record is None or not record.size or record.name in self.known:
+        if record is None or not record.size or record.name in self.records_read:
             return None
-        self.known.add(record.name)
+        self.records_read.add(record.name)
         if not self.affords(record):
             return None
         source = self.open(record)
@@ -214,7 +214,7 @@ def read_programs(out: Package) -> None:
             out.problems.add("export-no-program", f"models/{model}.json", detail)
     # Records that no program refers to are read, too, so that their pickles are judged.
     for name in [*archive.records]:
-        if name.startswith((_WEIGHTS, _CONSTANTS)) and name not in out.known:
+        if name.startswith((_WEIGHTS, _CONSTANTS)) and name not in out.records_read:
             out.nested(name)
     ours = ("data/", "models/", "extra/", "extra_files/", "serialized_", ".data/")
     listed = [name for name in archive.records if name.startswith(ours)]
@@ -234,14 +234,14 @@ def _read_tables(out: Package) -> None:
                     inner = Dict([])
                     into.items += [key, inner]
                 into = inner
-            out.known.add(table)
+            out.records_read.add(table)
             for name, raw in fields(fields(out.json(table)).get("config")).items():
                 entry = fields(raw)
                 record, meta = prefix + text(entry.get("path_name"), 200), entry.get("tensor_meta")
                 if entry.get("use_pickle") is True or type(meta) is not dict:
                     out.take_nested(record, (*steps, name))
                     continue
-                out.known.add(record)
+                out.records_read.add(record)
                 kind, device = meta.get("dtype"), _device(meta.get("device"))
                 dtype = SCALAR_TYPES.get(kind, "") if type(kind) is int else ""
                 layout = meta.get("storage_offset"), meta.get("sizes"), meta.get("strides")
