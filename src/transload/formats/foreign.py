@@ -18,6 +18,7 @@ from transload.frozen import NamedTuple
 from transload.io.packed import UNWRAPPED, packed_as, unpack
 from transload.io.sources import BytesSource, Slice, Source
 from transload.render.words import plural
+from transload.steps import sections
 
 HEAD = 64 * 1024  # bytes read of each end, and decompressed: a terabyte takes no longer than a small file
 SCAN = 1 << 20  # how far to search for a checkpoint after other bytes
@@ -117,8 +118,7 @@ def match(pattern: str, text: str) -> str:
 @cache
 def _rows(section: str, fields: int) -> list[list[str]]:
     """The rows of a list in ``foreign.md``."""
-    page = packaged(__package__, "foreign.md")
-    _, *rows = page.partition(f"\n## {section}\n")[2].partition("\n## ")[0].replace("\n  ", " ").split("\n- ")
+    _, *rows = dict(sections(packaged(__package__, "foreign.md")))[section].replace("\n  ", " ").split("\n- ")
     return [[field.strip() for field in row.split(";", fields - 1)] for row in rows]
 
 

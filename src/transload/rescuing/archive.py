@@ -26,6 +26,7 @@ from transload.io.packed import MAX_RATIO, Assembly, Inflating, SourceRange
 from transload.io.sources import BytesSource, Source
 from transload.render.words import plural
 from transload.rescuing.bitflips import Claim, Repair, Verdict, check_records, repair_index, repaired_bytes
+from transload.steps import tables
 
 INDEX = "data.pkl"
 NOT_IN_FILE = "its bytes are not in the file"
@@ -384,17 +385,6 @@ def claim_of(record: FoundRecord, *, summed: bool) -> Claim:
 
 # -- names
 
-_KNOWN = {
-    ORIGIN_RECORD.encode(),
-    *b"data.pkl version byteorder constants.pkl .format_version .storage_alignment .data/serialization_id".split(),
-    *b".data/version model.json attributes.pkl archive_format archive_version traced_inputs.pkl bytecode.pkl".split(),
-    *b"extra/producer_info.json models/model.json data/sample_inputs/model.pt .data/extern_modules".split(),
-    *b"data/weights/model_weights_config.json data/constants/model_constants_config.json .data/python_version".split(),
-}
-_KNOWN_WORDS = frozenset(
-    b"code data debug constants tensors weights models extra .py .py.debug_pkl .pkl .json .so .cubin .cpp .txt .pt "
-    b"__torch__ torch nn modules aotinductor model".split()
-)
 _NUMBERED = re.compile(
     rb"(data/|tensors/|constants/|traced_inputs/|bytecode/|data/weights/weight_|data/constants/tensor_)(\d{1,20})"
 )
@@ -411,9 +401,10 @@ def _names(scan: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, 
     roots = Counter(name.partition(b"/")[0] for name in every if b"/" in name)
     sure = {names[0] for names in named if len(names) == 1}
     usual: Counter[bytes] = Counter()
+    expected = tables(__package__, "names")
     if len(every) > len(named):
         usual.update(word for name in every for word in _words(name))
-        usual.update(dict.fromkeys(_KNOWN_WORDS, 2))
+        usual.update({word.encode(): 2 for word in expected["words"]})
 
     def evidence(name: bytes) -> tuple[int, ...]:
         """The reasons for a name, the strongest first."""
@@ -428,7 +419,7 @@ def _names(scan: Scan, records: Sequence[FoundRecord]) -> Iterator[tuple[bytes, 
             top == roots.most_common(1)[0][0] if roots else True,
             name not in sure,
             below.startswith((b"data/", b"tensors/")) and last.decode("latin-1") in scan.storages,
-            below in _KNOWN or follows,
+            below.decode("latin-1") in expected["records"] or follows,
             -sum(usual[word] < 2 for word in _words(name)),
         )
 

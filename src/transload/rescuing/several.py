@@ -23,16 +23,7 @@ from transload.rescuing.archive import LostRecord, repaired
 from transload.rescuing.bitflips import Claim, Repair, check_records
 from transload.rescuing.compose import filler
 from transload.rescuing.report import Fill, Rescue, TensorOutcome, report_path
-
-# Problems that only concern the tensors that are lost: the others have a checksum, or are where they should be.
-_SHOWN_BY_TENSORS = {
-    *("crc-mismatch", "dcp-piece-missing", "safetensors-truncated", "shard-tensor-missing", "storage-cut"),
-    *("storage-missing", "tensor-broken", "zeros-at-end", "zip-compressed", "zip-directory-broken"),
-    *("zip-misplaced", "zip-no-descriptor", "zip-no-directory", "zip-no-version", "zip-one-reader"),
-    *("zip-record-cut", "zip-shifted", "zip-trailing-bytes"),
-}
-# Problems that are not damage, but prevented something from being read.
-_UNREAD = {"dcp-items-unread", "dcp-transformed", "directory-too-long", "link-dangling"}
+from transload.steps import tables
 
 
 def rescue_files(
@@ -173,12 +164,12 @@ def _filler_storage(dtype: str, nbytes: int) -> Storage:
 
 def _warnings(checkpoint: Checkpoint, lost: set[str]) -> list[str]:
     """What is wrong with the files, apart from the tensors that are lost."""
-    warnings: list[str] = []
+    names, warnings = tables(__package__, "names"), list[str]()
     for problem in checkpoint.problems:
         rule = rule_of(problem.code)
-        if problem.code in _SHOWN_BY_TENSORS or problem.where in lost:
+        if problem.code in names["problems of tensors"] or problem.where in lost:
             continue
-        if rule.integrity == "whole" and problem.code not in _UNREAD:
+        if rule.integrity == "whole" and problem.code not in names["unread"]:
             continue
         words = f"{rule.title} ({problem.detail})" if problem.detail else rule.title
         warnings.append(f"{problem.where}: {words}" if problem.where else words)

@@ -14,6 +14,7 @@ from transload.formats.tensors import StorageTable
 from transload.formats.torch_zip import Archive, needed_by
 from transload.formats.zip import DEFLATED
 from transload.nodes import Dict
+from transload.steps import tables
 
 FOLDER = "data/aotinductor/"
 
@@ -21,26 +22,6 @@ FOLDER = "data/aotinductor/"
 MAX_LIBRARY_SCAN = 64 << 20
 _PTX_HEAD = 4096  # comments, .version and .target come first
 _CUBIN_START = re.compile(rb"\x7fELF\x02\x01\x01[\x33\x41]")  # the two OS/ABI numbers of CUDA
-
-_KINDS: dict[str, str] = {
-    "cubin": "cubin",
-    "fatbin": "GPU code for several architectures",
-    "hsaco": "AMD GPU code",
-    "ptx": "PTX",
-    "spv": "Intel GPU code",
-    **dict.fromkeys(("so", "dll", "pyd", "dylib"), "library"),
-    "o": "object file",
-    **dict.fromkeys(("c", "cpp", "cu", "h", "py"), "source"),
-    "json": "metadata",
-}
-# Keys of *_metadata.json (torch/_inductor/codecache.py), and the names of the facts.
-_METADATA: dict[str, str] = {
-    "AOTI_DEVICE_KEY": "device",
-    "AOTI_COMPUTE_CAPABILITY": "compute capability",
-    "AOTI_PLATFORM": "platform",
-    "AOTI_MACHINE": "machine",
-    "AOTI_CPU_ISA": "CPU instructions",
-}
 
 
 def read(archive: Archive) -> Checkpoint:
@@ -50,9 +31,10 @@ def read(archive: Archive) -> Checkpoint:
     _read_views(out, [name for name in compiled if name.endswith("/weights_config.json")])
     first_facts, out.facts = out.facts, []
     read_programs(out)
+    kinds, labels = tables(__package__, "aotinductor").values()
     parts: list[Part] = []
     for record in [archive.records[name] for name in compiled]:
-        kind, target = _KINDS.get(record.name.rpartition(".")[2].lower(), "file"), ""
+        kind, target = kinds.get(record.name.rpartition(".")[2].lower(), "file"), ""
         about: list[tuple[str, str]] = []
         if kind == "PTX":  # the oldest GPU that it runs on
             directive = re.search(rb"(?m)^[ \t]*\.target[ \t]+([^\s,]+)", archive.head(record, _PTX_HEAD))
@@ -77,7 +59,7 @@ def read(archive: Archive) -> Checkpoint:
     environment: dict[str, list[str]] = {}
     for name in [name for name in compiled if name.endswith("_metadata.json")]:
         for key, value in fields(out.json(name)).items():
-            label, words = _METADATA.get(key), text(value)
+            label, words = labels.get(key), text(value)
             if label and words and words not in environment.setdefault(label, []):
                 environment[label].append(capability(words) if label == "compute capability" else words)
     facts = [(label, ", ".join(dict.fromkeys(values))) for label, values in environment.items()]
