@@ -127,6 +127,7 @@ NAMED = {
     "converting": {"safetensors"},  # what has shards
     "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
     "opening": {"sharded"},  # a kind of tensor
+    "render": {"sharded"},  # the same
     "rescuing": {"sharded"},  # the same
     "writing": {"safetensors", "npz", "npy", "gguf", "sharded", "dcp"},  # what convert writes, or not; a kind of tensor
 }

@@ -59,12 +59,14 @@ class Draft:
         storages: Iterable[Storage],
         leaves: Iterable[Leaf],
         problems: Iterable[Problem],
+        facts: Iterable[tuple[str, str]] = (),
     ) -> None:
         """Add the contents of a tree of values."""
         self.tensors += tensors
         self.storages += storages
         self.leaves += leaves
         self.problems += problems
+        self.facts += facts
 
     def checkpoint(self, **more: Any) -> Checkpoint:
         """The checkpoint so far; ``more`` adds or replaces fields."""

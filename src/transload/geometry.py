@@ -9,6 +9,7 @@ from math import prod
 from transload.frozen import NamedTuple
 
 _MAX_STRIDE = 1 << 64
+_SHOWN = 4
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -80,6 +81,11 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """The number of its elements."""
+        return prod(self.shape)
+
+    @property
     def slices(self) -> tuple[slice, ...]:
         """The box as an index of the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
@@ -104,6 +110,23 @@ class Box(NamedTuple):
         if any(end <= begin for begin, end in spans):
             return None
         return Box(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
+
+
+def box_words(parts: Sequence[Box], shape: tuple[int, ...]) -> str:
+    """Which boxes of a shape, as indices in Python: ``[2:4] of [10, 6]``.
+
+    >>> box_words([Box((2, 0), (2, 6))], (10, 6)), box_words([Box((0, 3), (10, 3))], (10, 6)), box_words([], (10,))
+    ('[2:4] of [10, 6]', '[:, 3:6] of [10, 6]', 'nothing of [10]')
+    """
+    texts = []
+    for box in parts[:_SHOWN]:
+        spans = [(at.start, at.stop) for at in box.slices]
+        full = [span == (0, size) for span, size in zip(spans, shape, strict=True)]
+        last = max((dim for dim, whole in enumerate(full) if not whole), default=0)
+        indices = [":" if full[dim] else f"{spans[dim][0]}:{spans[dim][1]}" for dim in range(last + 1)[: len(spans)]]
+        texts.append(f"[{', '.join(indices)}]")
+    more = f" and {len(parts) - _SHOWN:,} more" if len(parts) > _SHOWN else ""
+    return f"{', '.join(texts) or 'nothing'}{more} of {list(shape)}"
 
 
 def boxes(shape: tuple[int, ...], most: int) -> Iterator[Box]:

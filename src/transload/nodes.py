@@ -215,8 +215,13 @@ def nested(leaves: Iterable[tuple[tuple[str | int, ...], Any]], mapping: Callabl
     return made(root, top=True)
 
 
-def walk_nodes(roots: Iterable[object]) -> Iterator[Any]:
-    """All nodes and values in some graphs, in no particular order; each container is entered once."""
+def walk_nodes(
+    roots: Iterable[object], enter: Callable[[Call], Iterable[object] | None] | None = None
+) -> Iterator[Any]:
+    """All nodes and values in some graphs, in no particular order; each container is entered once.
+
+    ``enter`` may return the nodes to go on with for a call, instead of all of it.
+    """
     waiting: list[Any] = [*roots]
     seen: set[int] = set()
     while waiting:
@@ -228,6 +233,9 @@ def walk_nodes(roots: Iterable[object]) -> Iterator[Any]:
             if kind is Persistent:
                 waiting.append(node.id)
             elif kind is Call:
+                if enter is not None and (inner := enter(node)) is not None:
+                    waiting += inner
+                    continue
                 waiting += (node.callee, node.args, node.kwargs, node.states, node.items, node.appended)
             else:
                 waiting += node if kind is list or kind is tuple else node.items

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 from transload.checkpoint import Key, Leaf, Storage, Tensor
-from transload.findings import LimitedProblems, Problem
+from transload.findings import LimitedProblems, Problem, join_names
 from transload.formats.tensors import Args, BadTensor, Place, RebuildReader, StorageTable, TooMuch
 from transload.frozen import NamedTuple
+from transload.geometry import Box, box_words
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Set, called, short
+from transload.render.words import plural
 
 # Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels.
 MAX_DEPTH = 1000
@@ -74,6 +77,7 @@ class Tree(NamedTuple):
     storages: tuple[Storage, ...]
     leaves: tuple[Leaf, ...]
     problems: tuple[Problem, ...]
+    facts: tuple[tuple[str, str], ...] = ()
 
 
 # Calls whose result is a value, shown as a leaf.
@@ -279,10 +283,25 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
         walk.noted.add("tree-too-large", "", str(reason))
     if walk.skipped:
         walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
+    facts: tuple[tuple[str, str], ...] = ()
+    if table.shares:
+        rank, world = max(table.shares, key=itemgetter(1))
+        facts = (("rank", str(rank)), ("world size", str(world))) if world else ()
+        if pieces := [_piece_words(tensor) for tensor in walk.tensors if tensor.kind == "sharded"]:
+            who = f"rank {rank} of {world}" if world else "a rank"
+            detail = (
+                f"the share of {who}: {plural(len(pieces), 'tensor')} of which it has a piece: {join_names(pieces, 3)}"
+            )
+            walk.noted.add("rank-file", "", detail)
     problems = (*walk.noted.problems(), *table.noted.problems())
     users = table.users
     storages = tuple([_new(Storage, (*storage[:-1], tuple(users[key]))) for key, storage in table.storages.items()])
-    return Tree(tuple(walk.tensors), storages, tuple(walk.leaves), problems)
+    return Tree(tuple(walk.tensors), storages, tuple(walk.leaves), problems, facts)
+
+
+def _piece_words(tensor: Tensor) -> str:
+    boxes = [Box(part.start or (), part.shape) for part in tensor.parts if part.numel]
+    return f"{tensor.name or 'the root'} {box_words(boxes, tensor.shape)}"
 
 
 def with_slots(state: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from transload.checkpoint import Key, Record, Storage, Tensor
 from transload.dtypes import BLOCKS, ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.findings import LimitedProblems
+from transload.geometry import Box, View, contiguous
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, called, device_text, dotted, short, text_of
 
 MAX_RANK = 1024  # dimensions; a million tensors could share a shape of a million dimensions, for two bytes each
@@ -80,6 +81,7 @@ class StorageTable:
         self.users: defaultdict[str, list[str]] = defaultdict(list)  # the names of the tensors over each
         self.noted = LimitedProblems()
         self.budget = Budget()
+        self.shares: list[tuple[int, int]] = []  # the rank and the world size that each distributed tensor states
         self._seen: dict[int, tuple[Storage, int, str] | None] = {}
         self._views: dict[str, tuple[str, int, int]] = {}
 
@@ -331,12 +333,55 @@ class RebuildReader:
         cls = dotted(kind).rpartition(".")[2]
         inner = inner._replace(cls="" if cls == "Tensor" else cls)
         if inner.kind == "subclass":
+            if dotted(kind).startswith("torch.distributed."):
+                from transload.formats.pieces import class_of
+
+                if class_of(kind):
+                    return self._piece(inner, class_of(kind), state, at)
             return inner._replace(parts=self.tensors_in(state, at))
         if not inner.parts:  # a jagged one repeats its parts there
             self.attributes.append(state)
         return inner
 
     _rebuild_from_type_v2 = _rebuild_from_type
+
+    def _piece(self, whole: Tensor, cls: str, state: object, at: Place) -> Tensor:
+        """A distributed tensor: the boxes of it that the file has; a problem, if that is not clear."""
+        from transload.formats.pieces import UnplacedError, local_nodes, piece_of
+
+        table, parts, wrong = self.table, [], ""
+        try:
+            piece = piece_of(cls, whole.shape, state)
+        except UnplacedError as reason:
+            piece, wrong = None, str(reason)
+        for local in piece.local if piece else ():
+            table.budget.repeat(max(0, len(local.boxes) - 1))
+            tensor = self._rebuild(local.node, at)
+            if (tensor.kind, tensor.dtype, tensor.shape) != ("strided", whole.dtype, local.shape):
+                here, share = f"{tensor.dtype} {list(tensor.shape)}", f"{whole.dtype} {list(local.shape)}"
+                wrong = f"{here} is here, where its share would be {share}"
+                continue
+            for box, place in local.boxes:
+                view = View(tensor.shape, tensor.stride, tensor.offset).part(Box(place, box.shape))
+                first = tensor.file_offset
+                part = tensor._replace(
+                    path=(*at[0], *box.start),
+                    shape=box.shape,
+                    offset=view.offset,
+                    requires_grad=False,
+                    cls="",
+                    file_offset=None if first is None else first + itemsize(tensor.dtype, view.offset - tensor.offset),
+                    start=box.start,
+                )
+                parts.append(part)
+        if wrong or piece is None:
+            table.noted.add("piece-unplaced", at[1] or "the root", wrong)
+            nodes = local_nodes(cls, state)
+            return whole._replace(parts=tuple([self._rebuild(node, at, "_local_tensor") for node in nodes]))
+        table.shares.append((piece.rank, piece.world))
+        if len(parts) == 1 and parts[0].shape == whole.shape:
+            return parts[0]._replace(path=at[0], start=None, requires_grad=whole.requires_grad, cls=whole.cls)
+        return whole._replace(kind="sharded", parts=tuple(parts))
 
     def _rebuild_wrapper_subclass(self, args: Args, at: Place) -> Tensor:
         kind, dtype, shape, stride, _offset, _layout, device, grad = args
@@ -364,8 +409,6 @@ class RebuildReader:
         shape: tuple[int, ...] = ()
         if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
             shape = _ints(array.states[0][1], "size")
-        from transload.geometry import contiguous
-
         steps, where = contiguous(shape), text_of(device)
         return Tensor(*at, _dtype(dtype), shape, steps, where, None, 0, grad is True, "device")
 

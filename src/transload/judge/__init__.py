@@ -66,6 +66,9 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
         flavour = "Lightning checkpoint"
     elif {"ds_version", "module"} <= top:
         flavour = "DeepSpeed model states"
+    elif any(problem.code == "rank-file" for problem in checkpoint.problems) and not form.several:
+        facts = dict(checkpoint.facts)
+        flavour = f"rank {facts['rank']} of {facts['world size']}" if "rank" in facts else "one rank's share"
     base: Safety = "code" if form.program else "data-only"
     judged = replace(
         checkpoint,

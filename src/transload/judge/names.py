@@ -27,6 +27,9 @@ PLAIN_VALUES = _TABLES["plain values"]
 ALSO_DATA = frozenset(_TABLES["also data"])
 """Names that torch refuses although they are data."""
 
+PIECES = _TABLES["pieces"]
+"""Names in distributed tensors, which only describe them."""
+
 RECORDS = _TABLES["records"]
 """Classes that only hold values."""
 

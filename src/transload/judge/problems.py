@@ -70,8 +70,9 @@ def command_lines(findings: tuple[Finding, ...]) -> tuple[str, ...]:
 
 
 def convert_command(checkpoint: Checkpoint) -> str:
-    """The command that extracts the tensors from a pickle; empty for dangerous or damaged files."""
+    """The command that extracts the tensors from a pickle; empty for dangerous or damaged files, and for pieces."""
     sound = checkpoint.integrity not in ("damaged", "not-a-checkpoint") and checkpoint.safety != "dangerous"
+    sound = sound and not any(problem.code == "rank-file" for problem in checkpoint.problems)
     return _convert(checkpoint) if sound and checkpoint.traits.extracted and checkpoint.storages else ""
 
 

@@ -14,6 +14,7 @@ from transload.contents import Contents, GlobalUse, Judgement
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_streams
 from transload.formats.arrays import are_plain
+from transload.formats.pieces import class_of, names_outside
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource
@@ -98,6 +99,8 @@ def check_call(name: str, call: Call) -> Complaint:
             continue
         # Flags and hooks, as torch up to 0.3 wrote them. Any other state would replace the tensor.
         plain = type(state) is tuple and len(state) == 3 and _no_hooks(state[2])
+        if name.startswith("torch.distributed._mesh_layout.") and type(state) is Dict:
+            continue
         if not plain or (name != _PARAMETER and name not in _TENSOR_CLASSES):
             return "needs-trust", f"the result of {name} is given a state"
     return None
@@ -157,6 +160,8 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
             return "dangerous", "_rebuild_from_type_v2 is given a computed function to call"
         if inside not in _REBUILDS and inside != f"{_NJT}._rebuild_njt":
             return "needs-trust", f"_rebuild_from_type_v2 is given {inside} to call"
+        if class_of(kind):  # which torch refuses, or allows with all it consists of
+            return check_call(inside, Call(function, inner, "reduce", 0))
         if full_name(kind) not in ("torch.Tensor", _PARAMETER, f"{_NJT}.NestedTensor"):
             return "needs-trust", f"the class of a tensor is {full_name(kind) or 'computed'}"
         return check_call(inside, Call(function, inner, "reduce", 0)) or _check_attributes(state)
@@ -208,6 +213,11 @@ _MAX_ARGUMENTS = 8  # of a call to a loader: a million calls may share a million
 _MAX_EVIDENCE = 20
 DO_NOT_LOAD = "Do not load this file. Ask its author for a state dict saved with torch.save, or for safetensors."
 _MAX_WORDING = 300  # a text may contain a name of a megabyte
+_NEEDS_IMPORT = "From torch 2.6 on, import torch.distributed.tensor first: it allows these names."
+_NEEDS_GROUP = (
+    "Allowing the names is not enough: torch loads a ShardedTensor only with weights_only=False, and only in a process "
+    "group of as many ranks as saved it."
+)
 _COMPLAINTS: dict[Safety, tuple[str, Severity, str]] = {
     "dangerous": ("dangerous-use", "error", "it uses the loader in a way no checkpoint does"),
     "unknown": ("odd-use", "warning", "it contains calls that no loader would accept"),
@@ -440,7 +450,8 @@ class _Judge:
         if as_data:  # these names only make plain values, which ``transload.load`` makes without importing them
             with_getattr = [p for p in self.kept if "builtins.getattr" in map(full_name, p.globals.values())]
             getattr_name = {"builtins.getattr"} if all(map(finds_plain_values, with_getattr)) else set[str]()
-            as_data = {use.full_name for use in refused} <= {*names.PLAIN_VALUES, *names.ALSO_DATA, *getattr_name}
+            known = {*names.PLAIN_VALUES, *names.ALSO_DATA, *getattr_name, *self.names_of_pieces()}
+            as_data = {use.full_name for use in refused} <= known
         findings = []
         if dangerous:
             evidence = []
@@ -467,6 +478,13 @@ class _Judge:
             findings.append(Finding("needs-trust", "warning", title, shown, fix))
         return Judgement(worst_safety(*levels), uses, tuple(findings), tuple(sorted(self.inner_names)), as_data)
 
+    def names_of_pieces(self) -> set[str]:
+        """The names that only distributed tensors use."""
+        if names.PIECES.keys().isdisjoint(".".join(key) for key in self.uses):
+            return set()
+        outside = {full_name(node) for pickle in self.kept for node in names_outside(pickle)}
+        return names.PIECES.keys() - outside
+
     def refused_evidence(self, refused: list[GlobalUse], *, as_data: bool) -> tuple[str, ...]:
         """The names that torch refuses, by purpose."""
         groups: dict[str, list[str]] = {}
@@ -488,6 +506,11 @@ class _Judge:
         if unloadable:
             why = f"Allowing the names is not enough: it {unloadable}, which weights_only=True never loads."
         else:
+            pieces = {use.full_name for use in refused} - {"builtins.getattr"} <= self.names_of_pieces()
+            if pieces and any(".sharded_tensor." in use.full_name for use in refused):
+                return (_NEEDS_GROUP,)
+            if pieces and not any("._tensor." in use.full_name for use in refused):
+                return (_NEEDS_IMPORT,)
             lines = safe_globals_lines(refused, sorted(self.inner_names), load)
             others = [use.full_name for use in refused if not _is_allowed(use.module, use.name)]
             named = bool(others) and all(map(str.isidentifier, others[0].split(".")))
@@ -576,7 +599,7 @@ def plain_value(node: object) -> str:
 def finds_plain_values(pickle: Pickle) -> bool:
     """Whether a pickle uses ``getattr``, and only for plain values."""
     calls = [call for call in pickle.calls if full_name(call.callee) == "builtins.getattr"]
-    return bool(calls) and all(map(plain_value, calls))
+    return bool(calls) and all(plain_value(call) or ".".join(_inner_name(call) or ()) in names.PIECES for call in calls)
 
 
 def holds_records(pickles: Sequence[Pickle]) -> bool:

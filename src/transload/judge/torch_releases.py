@@ -187,8 +187,15 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
             f"refuses it: weights_only=True does not know the opcode {rare[0]}, which torch.save writes only when asked"
         )
     elif safety == "needs-trust":
-        first = f"{_REFUSES} until you allow the names below"
-        first += "; transload.load loads it as data" if as_data else ""
+        from transload.judge.names import PIECES
+
+        pieces = PIECES.keys() & {use.full_name for use in checkpoint.globals} if as_data else set()
+        sharded = any(".sharded_tensor." in name for name in pieces)
+        until = "you import torch.distributed.tensor" if pieces and not sharded else "you allow the names below"
+        first = f"{_REFUSES} until {until}"
+        if sharded:
+            first = f"{_REFUSES}, and loads it with weights_only=False only in a process group of as many ranks"
+        first += "; transload.load loads it as data" if as_data and "rank-file" not in codes else ""
     elif NESTED & {use.full_name for use in checkpoint.globals}:
         first = "loads it up to torch 2.14"
         if needs_nested_of_2_15(checkpoint):

@@ -229,6 +229,8 @@ class _Builder:
                 result = self._rebuilder.call_attribute(target, node.kind, tuple(args), kwargs)
         elif type(callee) is not Global:
             raise Malformed("a call of something that is not a name")
+        elif name in _FROM_TYPE and (local := self._local_tensor(node)) is not None:
+            result = self._rebuilder.plain(node, (yield (local,))[0])
         elif name in _FROM_TYPE:
             # Its first argument is a function, which is used by name: torch may no longer have it.
             result = self._rebuilder.from_type(node.args[:1], (yield node.args[1:]))
@@ -260,6 +262,15 @@ class _Builder:
                 if type(text) is not str or hasattr(OrderedDict, text):
                     raise Malformed(f"an OrderedDict whose state sets {str(name)[:60]!r}, which it already has")
             vars(result).update(state)
+
+    def _local_tensor(self, node: Call) -> object:
+        """The node of all of a distributed tensor, if this process is no rank and torch could not use the mesh."""
+        from transload.formats.pieces import local_tensors
+        from transload.loading.refusal import in_process_group
+
+        local = None if in_process_group() else local_tensors(node)
+        args: Any = node.args
+        return local[0] if local and len(local) == 1 and type(args[2]) is tuple and args[2] else None
 
     def _checked(self, entry: Entry, args: tuple[Any, ...]) -> Any:
         """A tensor whose offset, size or stride needs all checks; ``None`` if this torch does not have its dtype."""

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transload.dtypes import ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.errors import LoadError, Malformed, UnsafeError
 from transload.formats.arrays import NUMPY_CALLS, NUMPY_SCALARS, array_of, dtype_of, raw_bytes
+from transload.formats.pieces import is_parameter
 from transload.formats.tensors import MAX_RANK
 from transload.geometry import View
 from transload.judge.names import can_be_allowed
@@ -458,6 +459,15 @@ class Rebuilder:
         """(storage, offset, size, stride, requires_grad, hooks, dtype), and perhaps flags."""
         tensor = self.strided(self._storage(args[0])[0], self._dtype(args[6]), *args[1:4])
         return self.finish(tensor, *args[4:6], *args[7:])
+
+    def plain(self, node: Call, local: object) -> Any:
+        """The plain tensor or parameter for a distributed tensor that is all in its local part."""
+        tensor: Any = self._tensor(local, "a distributed tensor with a local part")
+        args: Any = node.args
+        grad = args[2][-1] is True
+        if is_parameter(node):
+            return self._torch.nn.Parameter(tensor, grad)
+        return tensor.requires_grad_() if grad else tensor
 
     def _make_plain_parameter(self, data: object, grad: object = True) -> Any:
         return self._torch.nn.Parameter(self._tensor(data, "a Parameter made of something"), grad is not False)

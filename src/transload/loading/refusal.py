@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,9 +14,10 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Tensor
 from transload.dtypes import ITEMSIZE
 from transload.errors import LoadError, UnsafeError
-from transload.findings import first_lines
+from transload.findings import first_lines, is_named
+from transload.formats.pieces import names_outside
 from transload.frozen import replace
-from transload.judge.names import ALSO_DATA, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
+from transload.judge.names import ALSO_DATA, PIECES, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
 from transload.judge.problems import LEFT_OUT, UNMERGED, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
 from transload.judge.safety import (
     DO_NOT_LOAD,
@@ -68,7 +70,7 @@ class Allowed:
         nodes = [
             node
             for pickle in pickles
-            for node in pickle.globals.values()
+            for node in _needed_names(pickle)
             if not (full_name(node) == "builtins.getattr" and finds_plain_values(pickle))
         ]
         return [node for node in nodes if not self.is_known(node) and self.user(node) is None]
@@ -113,6 +115,21 @@ class Allowed:
         return target
 
 
+def _needed_names(pickle: Pickle) -> list[Global]:
+    """The names in a pickle, without those that only describe distributed tensors, unless torch makes these."""
+    nodes = [*pickle.globals.values()]
+    if not any(full_name(node) in PIECES for node in nodes) or in_process_group():
+        return nodes
+    outside = names_outside(pickle)
+    return [node for node in nodes if full_name(node) not in PIECES or node in outside]
+
+
+def in_process_group() -> bool:
+    """Whether this process is a rank: then torch makes distributed tensors, which may communicate with other ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
+
+
 def name_of(node: Global) -> str:
     """The name under which a global is looked up."""
     spelling = torch_spelling(node.module, node.name)
@@ -130,7 +147,9 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
-    """Raise for directories of ranks, files without a dtype that torch has, and programs unless they are trusted."""
+    """Raise for directories of ranks, files without a dtype that torch has, and programs and pieces unless trusted."""
+    if not trusted:
+        _refuse_piece(checkpoint)
     left = next((finding for finding in checkpoint.findings if finding.code in LEFT_OUT), None)
     if left is not None and not any(map(is_plain, checkpoint.tensors)):
         what = f"nothing in it is a tensor to torch: {sentence_of(left)}"
@@ -146,6 +165,18 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
         what += ", which is compiled code" if form.compiled else ""
         what += ", not a file of tensors" + ("" if trusted else ", and weights_only=True runs no program")
         raise UnsafeError(what, where=checkpoint.path, fix=form.instead + _without_code(checkpoint))
+
+
+def _refuse_piece(checkpoint: Checkpoint) -> None:
+    """Raise for the file of a rank that has only pieces of some tensors, unless this process is a rank itself."""
+    share = next((finding for finding in checkpoint.findings if finding.code == "rank-file"), None)
+    if share is None or checkpoint.traits.several or in_process_group():
+        return
+    folder = os.path.dirname(checkpoint.path) or "." if is_named(checkpoint.path) else "DIR"
+    world = dict(checkpoint.facts).get("world size", "")
+    fix = f"Load the folder with the files of all {world} ranks:".replace("  ", " ") + f" transload.load({folder!r})"
+    fix += "\ntransload.open reads a piece of a tensor: open(path).slice(name)[rows]"
+    raise LoadError(sentence_of(share), where=checkpoint.path, fix=fix)
 
 
 def plain_part(checkpoint: Checkpoint) -> Checkpoint:

@@ -127,15 +127,21 @@ class ElementReader:
             parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
             raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
         self._refuse_dtype(tensor)
-        if why := self.missing(tensor):
-            raise self.incomplete(tensor, why)
-        reads = []
-        for part in tensor.parts:
-            for place, shard in _placed(part, tensor.shape):
-                if (shared := box.intersection(place)) is not None:
-                    inner = self.reads(shard, shared.within(place))
-                    into = shared.within(box).start
-                    reads += [read._replace(into=read.into.moved(into)) for read in inner]
+        reads, found = [], []
+        try:
+            placed = [(part, *each) for part in tensor.parts if part.numel for each in _placed(part, tensor.shape)]
+        except LookupError:
+            raise self.incomplete(tensor, self.missing(tensor)) from None
+        for part, place, shard in placed:
+            if (shared := box.intersection(place)) is not None:
+                if why := self.missing(part):
+                    raise self.incomplete(tensor, why)
+                found.append(shared)
+                inner = self.reads(shard, shared.within(place))
+                into = shared.within(box).start
+                reads += [read._replace(into=read.into.moved(into)) for read in inner]
+        if not _are_filling(box, found):
+            raise self.incomplete(tensor, self.missing(tensor))
         return reads
 
     def missing(self, tensor: Tensor) -> str:
@@ -148,7 +154,8 @@ class ElementReader:
                 return why
         if tensor.kind == "sharded" and not is_covered(tensor):
             lost = gaps_of(tensor, tensor.parts)
-            return f"{place_text(tensor.shape, lost)} in no file" if lost else "parts of it overlap"
+            where = "in no file" if self.checkpoint.traits.several else "not in this file"
+            return f"{place_text(tensor.shape, lost)} {where}" if lost else "parts of it overlap"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:
@@ -231,6 +238,8 @@ class ElementReader:
     def incomplete(self, tensor: Tensor, why: str) -> ContentError:
         """The error for a tensor whose bytes are not all in the file."""
         fix = "Fetch the file again; its other tensors can be read."
+        if any(problem.code == "rank-file" for problem in self.checkpoint.problems):
+            fix = "The files of the other ranks have the rest: name the folder with all of them."
         return ContentError(f"{_incomplete(tensor)}{why}", where=self.checkpoint.path, fix=fix)
 
     def _error(self, tensor: Tensor, what: str) -> ContentError:
@@ -306,11 +315,7 @@ def _placed(part: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Box, Tensor]
 
 
 def is_covered(tensor: Tensor) -> bool:
-    """Whether each element of a sharded tensor is in exactly one of its parts: where two overlap, either may be right.
-
-    Each corner of a box has a sign. If boxes fill a larger one without overlap, the signs of equal corners cancel out,
-    except at the corners of the larger box.
-    """
+    """Whether each element of a sharded tensor is in exactly one part: where two overlap, either may be right."""
     shape, rank = tensor.shape, len(tensor.shape)
     if all(part.start is not None and len(part.start) == 1 for part in tensor.parts):  # runs need no boxes
         shape, rank = (tensor.numel,), 1
@@ -318,12 +323,20 @@ def is_covered(tensor: Tensor) -> bool:
         parts = [box for part in tensor.parts if part.numel for box, _ in _placed(part, shape)]
     except LookupError:
         return False
-    whole = Box((0,) * rank, shape)
-    cut = [dim for dim in range(rank) if any(box.slices[dim] != whole.slices[dim] for box in parts)]
+    return _are_filling(Box((0,) * rank, shape), parts)
+
+
+def _are_filling(whole: Box, parts: list[Box]) -> bool:
+    """Whether boxes fill a larger one without overlap.
+
+    Each corner of a box has a sign. If they do, the signs of equal corners cancel out, except at the corners of the
+    larger box.
+    """
+    cut = [dim for dim in range(len(whole.shape)) if any(box.slices[dim] != whole.slices[dim] for box in parts)]
     if len(cut) > _MOST_CUT:
         return False
     signs: Counter[tuple[int, ...]] = Counter()
-    for box in (*parts, whole) if tensor.numel else parts:
+    for box in (*parts, whole) if prod(whole.shape) else parts:
         edges = [((box.start[dim], 1), (box.start[dim] + box.shape[dim], -1)) for dim in cut]
         for corner in product(*edges):
             signs[tuple(at for at, _ in corner)] += prod(sign for _, sign in corner) * (-1 if box is whole else 1)

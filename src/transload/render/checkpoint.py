@@ -11,6 +11,7 @@ from typing import Any
 from transload.contents import Contents, Key, Tensor
 from transload.findings import SEVERITIES, Finding, first_lines, join_names
 from transload.frozen import NamedTuple
+from transload.geometry import Box, box_words
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, copied, heading, note, tally
 from transload.render.words import count, cut, path_text, plural, printable, shape_text, size
@@ -224,12 +225,13 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
             continue
         seen.add(place)
         steps = [step for step in tensor.path if isinstance(step, str)]
+        held = sum(part.numel for part in tensor.parts) if tensor.kind == "sharded" else tensor.numel
         if any(step.startswith("optim") for step in steps):
-            optimizer += tensor.numel
+            optimizer += held
         elif any("ema" in step.partition(".")[0].lower().split("_") for step in steps):
-            averages += tensor.numel
+            averages += held
         else:
-            model += tensor.numel
+            model += held
     return (model, averages, optimizer) if model else (averages, 0, optimizer)
 
 
@@ -279,11 +281,20 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
             rows.append((name, "", ((", ".join(inside), "dim"),), "", size(twig.nbytes)))
         else:
             device = printable(tensor.device, 24) if mixed else ""
-            shape = cut(shape_text(tensor.shape), 32)
+            shape = cut(_shape_words(tensor), 32)
             rows.append((name, printable(tensor.dtype, 40), shape, device, size(twig.nbytes)))
     yield Table(rows, right=(4,), dim=(1, 3), drops=(3, 1))
     if not complete:
         yield note("--tensors lists all of them")
+
+
+def _shape_words(tensor: Tensor) -> str:
+    """The shape of a tensor; of one that is not all here, which part of it is."""
+    held = [Box(part.start, part.shape) for part in tensor.parts if part.start is not None and part.numel]
+    boxes = tensor.kind == "sharded" and all(len(box.start) == len(box.shape) == len(tensor.shape) for box in held)
+    if boxes and sum(box.numel for box in held) < tensor.numel:
+        return box_words(held, tensor.shape)
+    return shape_text(tensor.shape)
 
 
 def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
@@ -300,7 +311,7 @@ def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
             flags += ["shared"] if len(storage.tensors) > 1 else []
             flags += ["incomplete"] if storage.stored < storage.nbytes and not storage.compressed else []
         where = f"storage {printable(tensor.storage, 40)}" if tensor.storage is not None else ""
-        kind = printable(tensor.dtype, 40), shape_text(tensor.shape), printable(tensor.device, 40), size(tensor.nbytes)
+        kind = printable(tensor.dtype, 40), _shape_words(tensor), printable(tensor.device, 40), size(tensor.nbytes)
         rows.append((printable(tensor.name, None) or '""', *kind, where, ", ".join(flags)))
     yield Table(rows, right=(4,), dim=(1, 3, 5, 6), drops=(5, 6, 3))
 
