@@ -19,7 +19,7 @@ from transload import findings
 from transload.cli import commands
 from transload.cli.main import COMMANDS, main
 from transload.cli.output import print_error
-from transload.diagnose.probes.python import own
+from transload.diagnose.probes.python import own_facts
 from transload.errors import TransloadError
 from transload.render.words import printable
 
@@ -236,4 +236,4 @@ def test_deleted_current_folder_is_handled(
     assert main(["inspect", "model.pt"]) == 2
     assert capsys.readouterr().err.startswith("transload: model.pt: No such file or directory\n")
     monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])  # as with -m
-    assert own()["path"]
+    assert own_facts()["path"]

@@ -35,7 +35,7 @@ def compare_machines(machines: dict[str, Machine]) -> Comparison:
 
 def reported(comparison: Comparison) -> dict[str, tuple[str, ...]]:
     return {
-        difference.fact: tuple(name for group in difference.odd for name in group.nodes)
+        difference.fact: tuple(name for group in difference.rare for name in group.nodes)
         for difference in comparison.differences
         if not difference.follows
     }
@@ -106,7 +106,7 @@ def test_same_fault_on_all_machines() -> None:
 def test_two_machines_have_no_majority() -> None:
     comparison = compare_machines(fleet(node("NCCL"), alike=1))
     (difference,) = comparison.differences
-    assert (difference.usual, [group.nodes for group in difference.odd]) == (None, [("gpu1",), ("gpu2",)])
+    assert (difference.usual, [group.nodes for group in difference.rare]) == (None, [("gpu1",), ("gpu2",)])
     assert first_line(comparison).startswith("The 2 nodes differ in NCCL; ")
 
 

@@ -228,7 +228,7 @@ class FactDifference(Plain):
     explains: tuple[str, ...] = ()
 
     @property
-    def odd(self) -> list[Group]:
+    def rare(self) -> list[Group]:
         """The machines of each unusual value."""
         return [group for group in self.groups if group.value != self.usual]
 
@@ -335,12 +335,12 @@ def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[FactDif
     # a value of its own on every machine must be on purpose
     level = "note" if len(groups) == len(values) > 2 and fact not in FACTS else fact.level
     implied = [difference for difference in earlier if difference.fact in fact.implied_by and not difference.follows]
-    explained = {group.nodes for difference in implied for group in difference.odd}
+    explained = {group.nodes for difference in implied for group in difference.rare}
     unexplained = tuple(group for group in groups if group.value == usual or group.nodes not in explained)
     if len(unexplained) > 1:  # something remains that does not follow from the others
         return FactDifference(fact.name, level, fact.why, usual, unexplained)
     nodes = {group.nodes for group in groups}
-    follows = next(difference.fact for difference in implied if any(group.nodes in nodes for group in difference.odd))
+    follows = next(difference.fact for difference in implied if any(group.nodes in nodes for group in difference.rare))
     return FactDifference(fact.name, level, fact.why, usual, tuple(groups), follows)
 
 
@@ -362,7 +362,7 @@ def report(comparison: Comparison) -> Iterator[Block]:
         lead = (("  ", ""), (f"{mark} ", colour), (f"{printable(difference.fact):<{width}}  ", ""))
         codes = "".join(f"  [{code}]" for code in difference.explains)
         # 2.21.5 on gpu[003,005]; 2.27.3 on the other 61
-        rare = difference.odd
+        rare = difference.rare
         words = [f"{printable(group.value, _VALUE)} on {folded(group.nodes)}" for group in rare[:_MOST]]
         if len(rare) > _MOST:
             words.append(f"{len(rare) - _MOST} other values on {sum(len(group.nodes) for group in rare[_MOST:])} nodes")
@@ -406,7 +406,7 @@ def _headline(c: Comparison) -> str:
         parts.append(f"the report of {folded(tuple(c.unreadable))} cannot be read")
     everyone = f"{'the other' if parts else 'all'} {total} nodes" if total > 1 else folded(c.nodes)
     unusual = [difference for difference in c.matters if difference.usual]
-    names = tuple(dict.fromkeys(name for difference in unusual for group in difference.odd for name in group.nodes))
+    names = tuple(dict.fromkeys(name for difference in unusual for group in difference.rare for name in group.nodes))
     if usual := [difference.fact for difference in unusual]:
         others = f"differ{'s' if len(names) == 1 else ''} from the other {total - len(names)}"
         differ = f"{folded(names)} {others}" if len(names) < total else f"{everyone} differ"

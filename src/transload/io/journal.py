@@ -61,7 +61,7 @@ class Changes(Frozen):
         runs = tuple(Change(run.offset, run.new, run.old) for run in self.runs)
         return Changes(runs, self.new_size, self.old_size)
 
-    def made(self, source: Source) -> Source:
+    def applied(self, source: Source) -> Source:
         """The changed file as a source; nothing is written."""
         parts: list[SourceRange] = []
         at = 0

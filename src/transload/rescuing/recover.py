@@ -291,7 +291,7 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
     if journal is None or state_of(descriptor, journal.changes) != "between":  # it has not begun, or is done
         return None
     notes.append("a retag of the file was interrupted: it is read as it was before, using the journal next to it")
-    return journal.changes.undone().made(source)
+    return journal.changes.undone().applied(source)
 
 
 def _temporary_file(stack: ExitStack) -> BinaryIO:

@@ -347,7 +347,7 @@ def _proven(source: Source, checkpoint: Checkpoint, main: Pickle, wanted: TagMap
         what = f"the new tags do not fit in place of the old ones, and {which} cannot grow in place"
         raise RetagError(what, where=source.name, fix="Write a copy: -o COPY (out= in Python).")
     # Tensors and values follow from the pickle and the storages, so comparing these two is enough.
-    again = read_source(changes.made(source), tree=bool(checkpoint.problems))
+    again = read_source(changes.applied(source), tree=bool(checkpoint.problems))
     pickle = next((pickle for pickle in again.pickles if pickle.main), None)
     # Outside an archive, storages move if something before them grows.
     moving = changes.runs if record is None else ()

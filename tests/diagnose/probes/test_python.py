@@ -20,7 +20,7 @@ from tests.each import each
 import transload
 from transload.diagnose.host import Host
 from transload.diagnose.probes import python as module
-from transload.diagnose.probes.python import choose, environment, interpreter, likely, others, own, python
+from transload.diagnose.probes.python import choose, environment, interpreter, likely, others, own_facts, python
 
 SOURCE = Path(transload.__file__).parent.parent
 LIB = "lib/python3.11/site-packages"
@@ -228,7 +228,7 @@ def test_our_own_interpreter_in_a_deleted_current_folder(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
-    assert own()["path"] == sys.path[1:]
+    assert own_facts()["path"] == sys.path[1:]
     assert python(Host()).problem == ""
 
 

@@ -30,7 +30,7 @@ def choose(host: Host) -> tuple[Host, str]:
     It is ours if ours has torch, else the first likely one that does. pipx and uvx install transload into a separate
     environment, which is not examined, even if no torch is found, as long as there is another interpreter.
     """
-    if any(host.exists(f"{entry}/torch/{name}") for entry in own()["path"] for name in _TORCH):
+    if any(host.exists(f"{entry}/torch/{name}") for entry in own_facts()["path"] for name in _TORCH):
         return host, ""
     interpreters = [(interpreter(host, path), how) for path, how in likely(host)]
     others = [(*interpreter, how) for interpreter, how in interpreters if interpreter and interpreter[1] != sys.prefix]
@@ -55,7 +55,7 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
         for environ in (host.environ, os.environ)
     )
     ours = executable == (sys.executable or "") and theirs == mine and not unusual
-    report = own() if ours else absent or ask_interpreter(host, executable, deadline)
+    report = own_facts() if ours else absent or ask_interpreter(host, executable, deadline)
     if isinstance(report, str):
         return Python(executable or host.python, why=why, problem=report)
     path = tuple(os.path.join(host.cwd, entry) for entry in report["path"])
@@ -144,7 +144,7 @@ os.write(1, ("\\n\\x1e" + repr(report) + "\\n").encode("ascii", "backslashreplac
 """
 
 
-def own() -> dict[str, Any]:
+def own_facts() -> dict[str, Any]:
     """What the interpreter we run in reports, without the path entry of our script, module or zipapp."""
     first, target = sys.path[0] if sys.path else "", Host().target
     main = sys.modules.get("__main__")
@@ -166,7 +166,7 @@ def ask_interpreter(host: Host, executable: str, deadline: float) -> dict[str, A
     with Child(Question(_FACTS + _SAY, host.real(executable), host, ("-B",)), deadline) as child:
         outcome = child.outcome()
     if outcome.state == "answered":
-        ours, facts = own(), outcome.facts
+        ours, facts = own_facts(), outcome.facts
         report: dict[str, Any] = {name: facts.get(name) for name in ours}
         valid = all(type(report[name]) is type(ours[name]) for name in ours)
         valid = valid and all(type(entry) is str for entry in report["path"])

@@ -326,7 +326,7 @@ def wrong_library(m: Case) -> Matches:
     lib, kernel, answer = m.libcuda, m.kernel.version, m.driver.cuda.answer
     kind, line = lib.kind if lib else "", _library_line(lib)
     # evidence that dropping this library leaves a good one
-    others = (own for own in m.driver.libraries.cuda or () if own != lib and own.kind in ("driver", "wsl"))
+    others = (other for other in m.driver.libraries.cuda or () if other != lib and other.kind in ("driver", "wsl"))
     better = next((f"the driver's own is {library.path}" for library in others if lib and not library.problem), "")
     both = lib and lib.version and kernel
     versions = f"it is version {lib.version}, but the kernel driver is {kernel}" if lib and both else ""
