@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from transload.diagnose.host import Host
+from transload.diagnose.tables import word_lists
 from transload.frozen import Frozen, replace
 from transload.machine import Machine
 from transload.steps import step_of
@@ -123,15 +124,7 @@ _LONG_ID = 8  # shorter ids are replaced only if a variable has them: 'GPU-add' 
 _NOBODY = frozenset({"shared", "public", "default", "all users", "linuxbrew"})
 _NO_HOME = re.compile(r"/(?:root|nonexistent|opt|tmp|var/empty|(?:usr|lib|etc|proc|sys|dev|bin|sbin)(?:/.*)?)")
 _ABSOLUTE = re.compile(r"/|[A-Za-z]:")
-_PLAIN = frozenset(
-    """
-    admin anaconda3 app apps bin build cache compat conda conda-meta container core cuda data debian default dev docker
-    ec2-user env envs etc fedora gpu home host hpc jovyan kaggle lib lib64 local localhost machine media miniconda3
-    miniforge3 mnt model models module modules nobody node nvidia opt pip project projects proc py python python3 ray
-    root run runner runs scratch server share site-packages src srv stubs sys system test tests tmp torch ubuntu user
-    users usr var venv vscode work workspace wsl
-    """.split()  # noqa: SIM905  a list of one word a line is as long as all the rest
-)
+_PLAIN = word_lists()["Names in paths that are no secret"]
 _PUBLIC = re.compile(
     r"(?:[\w-]+\.)*(?:github|gitlab|githubusercontent|pypi|pythonhosted|pytorch|nvidia|huggingface|anaconda|conda|amd)"
     r"\.(?:com|org|co|io)"

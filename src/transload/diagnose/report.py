@@ -13,7 +13,7 @@ from typing import Any, Literal
 from transload.diagnose.case import LAYERS, Case, Rule
 from transload.diagnose.fixes import in_search_path
 from transload.diagnose.rules import BY_CODE
-from transload.diagnose.tables import chip_of, cuda_text, parts, result, table, variables
+from transload.diagnose.tables import chip_of, cuda_text, parts, result, table, word_lists
 from transload.findings import Finding
 from transload.frozen import Plain, replace
 from transload.machine import ChildAnswer, Machine, TorchInstall, Unknown
@@ -369,10 +369,10 @@ def chain(machine: Machine) -> dict[str, Seen]:
 
     through = first is not None and in_search_path(machine, "PYTHONPATH", first.location.rpartition("/")[0])
     hiding = torch.shadow_via == "PYTHONPATH"
-    deciding = variables()[0] - (_SELDOM - ({"PYTHONPATH"} if hiding or through else set()))
-    shown = [
-        printable(f"{name}={value}", _VALUE) for name, value in machine.variables.values.items() if name in deciding
-    ]
+    deciding = word_lists()["Variables that can break CUDA or torch"]
+    seldom = _SELDOM - {"PYTHONPATH"} if hiding or through else _SELDOM
+    values = ((name, value) for name, value in machine.variables.values.items() if name in deciding.keys() - seldom)
+    shown = [printable(f"{name}={value}", _VALUE) for name, value in values]
     seen["variables"] = "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
     where = f" in {python.prefix}" if python.prefix else ""
     environment = f", {python.environment}" if python.environment else ""

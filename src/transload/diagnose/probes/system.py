@@ -11,8 +11,7 @@ from typing import Any
 from transload import machine as facts
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, int_or, memory, pairs
-from transload.diagnose.tables import cuda_text, is_listed, table
-from transload.diagnose.tables import variables as listed_variables
+from transload.diagnose.tables import cuda_text, is_listed, table, word_lists
 from transload.frozen import NamedTuple
 from transload.machine import AMD, NVIDIA, Unknown
 
@@ -248,9 +247,10 @@ _NOT_SET = re.compile(r"\s*(?:#|;|//|alias\b|echo\b|unset\b)")  # lines that do 
 
 def variables(host: Host) -> facts.Variables:
     """The values that may be shown, and where those that can break CUDA or torch are set: ``/etc/environment:3``."""
-    deciding, shown, files = listed_variables()
-    values = {name: host.environ[name][:_LONGEST] for name in sorted(shown & host.environ.keys())}
-    names = deciding & values.keys()
+    deciding, others, files, _ = word_lists().values()
+    shown = (deciding.keys() | others) & host.environ.keys()
+    values = {name: host.environ[name][:_LONGEST] for name in sorted(shown)}
+    names = deciding.keys() & values.keys()
     # NAME= of shells, systemd and Dockerfiles, setenv NAME, set -gx NAME, NAME DEFAULT= of PAM
     name = f"(?:{'|'.join(sorted(names))})"
     words = r"(?:setenv|ENV|set(?:\s+-\S+)+)"

@@ -53,10 +53,9 @@ def steps() -> dict[str, list[Step]]:
 
 
 @cache
-def variables() -> tuple[frozenset[str], frozenset[str], list[str]]:
-    """The environment variables that can break CUDA or torch, all that may be shown, and files that may set them."""
-    deciding, others, files = (text.split() for _, text in sections(packaged(__package__, "variables.md")))
-    return frozenset(deciding), frozenset((*deciding, *others)), files
+def word_lists() -> dict[str, dict[str, None]]:
+    """The words in each section of ``words.md``, in order."""
+    return {heading: dict.fromkeys(text.split()) for heading, text in sections(packaged(__package__, "words.md"))}
 
 
 @lru_cache(maxsize=512)
