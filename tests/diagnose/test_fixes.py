@@ -188,8 +188,8 @@ def test_unknown_distribution_gets_advice_without_an_install_command() -> None:
 def test_every_section_of_the_steps_table_is_used() -> None:
     folder = Path(fixes.__file__).parent
     code = "".join(path.read_text(encoding="utf-8") for path in (*folder.glob("rules/*.py"), Path(fixes.__file__)))
-    composed = tuple(f"{part}: " for part in ("Driver", "Start", "Install", "Remove", "List"))
-    composed += ("N01 ", "R01", "X12 ", "CUDA_VISIBLE_DEVICES")  # the code composes these names
+    composed = tuple(f"{part}: " for part in ("Driver", "Start", "Permanently", "Install", "Remove", "List"))
+    composed += ("N01 ", "R01", "U09 ", "X12 ", "CUDA_VISIBLE_DEVICES")  # the code composes these names
     assert [name for name in sections() if f'"{name}"' not in code and not name.startswith(composed)] == []
 
 
@@ -410,9 +410,12 @@ def test_permanent_change_names_the_place_where_the_variable_is_set() -> None:
     machine = with_facts(healthy(), variables__values={"A": "1"}, variables__origins={"A": ("/etc/environment:3",)})
     assert any("/etc/environment:3" in line for line in fix_of(fixes.unset(machine, "A")))
     service = with_facts(machine, variables__origins={}, surroundings=Surroundings(service="train.service"))
-    assert fixes.unset(service, "A")[1] == "To make it permanent, remove it in the unit: systemctl edit train.service"
+    assert (
+        fix_of(fixes.unset(service, "A"))[1]
+        == "To make it permanent, remove it in the unit: systemctl edit train.service"
+    )
     escaped = with_facts(service, surroundings=Surroundings(service=r"a\x2db.service"))
-    assert fixes.set_variable(escaped, "A", "2")[1] == (
+    assert fix_of(fixes.set_variable(escaped, "A", "2"))[1] == (
         r"To make it permanent, change it in the unit: systemctl edit 'a\x2db.service'"
     )
 

@@ -195,16 +195,13 @@ def drop_library(machine: Machine, path: str, via: str) -> Steps:
 
 
 def _make_permanent(machine: Machine, names: Names, verb: str) -> Steps:
-    around, then = machine.surroundings, "To make it permanent,"
     places = ((name, machine.variables.origins.get(name)) for name in names)
-    lines = tuple(f"{then} change {name} where it is set: {', '.join(where)}" for name, where in places if where)
-    if lines or not any(name in machine.variables.values for name in names):
-        return lines
-    if around.service:
-        return (f"{then} {verb} it in the unit: systemctl edit {quote(around.service)}",)
-    if around.container:
-        return (f"{then} {verb} it in the image's ENV, the compose file or the run command's -e.",)
-    return (f"{then} {verb} it where it is set: the shell's startup files, the IDE, the launch script.",)
+    set_in = [f"{name} where it is set: {', '.join(where)}" for name, where in places if where]
+    if set_in or not any(name in machine.variables.values for name in names):
+        return tuple(f"To make it permanent, change {place}" for place in set_in)
+    around = machine.surroundings
+    kind = "service" if around.service else "container" if around.container else "program"
+    return steps(machine, f"Permanently: {kind}", verb=verb, service=quote(around.service))
 
 
 def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Steps:
@@ -213,8 +210,7 @@ def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Steps:
     kind = around.container if f"Start: {around.container}" in tables.steps() else "docker"
     inner = steps(machine, f"Start: {kind}")
     if slurm or (around.slurm and not around.kubernetes and not around.container):
-        job = steps(machine, "Start: slurm")
-        return (*job, "Then pass it to the container:", *inner) if around.container else job
+        return steps(machine, "Start: slurm", inner=inner if around.container else ())
     return steps(machine, "Start: kubernetes") if around.kubernetes else inner
 
 
@@ -355,18 +351,14 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
         others = sorted(name for name, of in matches if of and of[1] != _major(cuda) and not project)
         remove = uninstall(machine, "torch", *companions, *others)
         lines = tuple(dict.fromkeys((*remove, *install(machine, *wanted, index=choice.index_url))))
-    lines = (*lines, why) if why else lines
-    if not choice.needs_driver:
-        same = installed == choice.torch_version != newest.torch_version
-        if not same or newest.needs_driver or tool in CONDAS:
-            return lines
-        better = f"{newest.torch_version} {newest.build}"
-        return (*lines, f"You have this release; the newest that works on this machine is {better}.")
-    if not driver:
-        return ("Once the driver is changed:", *lines)
-    branch, older = int(_major(choice.needs_driver)), choice.direction == "older"
-    update = install_driver(machine, at_least=0 if older else branch, exactly=branch if older else 0)
-    return ("First install the driver:", *update, "Then install torch:", *lines)
+    update: Steps = ()
+    if choice.needs_driver and driver:
+        branch, older = int(_major(choice.needs_driver)), choice.direction == "older"
+        update = install_driver(machine, at_least=0 if older else branch, exactly=branch if older else 0)
+    keeps = installed == choice.torch_version != newest.torch_version and tool not in CONDAS
+    better = "" if choice.needs_driver or newest.needs_driver else f"{newest.torch_version} {newest.build}"
+    words = {"why": why, "better": better if keeps else "", "later": choice.needs_driver and not driver}
+    return steps(machine, "A build of torch", update=update, install=lines, **words)
 
 
 def _major(version: str) -> str:
@@ -389,9 +381,8 @@ def reinstall(machine: Machine, *, gpu: bool | None) -> Steps:
     on_path = folder and in_search_path(machine, "PYTHONPATH", folder)
     if on_path and not folder.endswith(("/site-packages", "/dist-packages")):
         others = len(machine.torch.installs or ()) > 1
-        here = () if others else ("Then install torch in this environment:", *install_torch(machine, gpu=gpu))
-        drop = drop_folder(machine, "PYTHONPATH", folder)
-        return ("pip does not change a torch that is found through PYTHONPATH. Remove its directory:", *drop, *here)
+        here = () if others else install_torch(machine, gpu=gpu)
+        return steps(machine, "PYTHONPATH", drop=drop_folder(machine, "PYTHONPATH", folder), install=here)
     release, _, build = (first.version if first else "").partition("+")
     if release not in tables.releases():
         return install_torch(machine, gpu=gpu, force=True)

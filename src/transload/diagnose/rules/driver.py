@@ -279,10 +279,8 @@ def _search(m: Case, folder: str, file: str) -> Steps:
     """Let the loader search a folder; on NixOS, which has no file for that, in this shell only."""
     value = ":".join(filter(None, (folder, m.env("LD_LIBRARY_PATH"))))
     shell = fixes.set_variable(m, "LD_LIBRARY_PATH", value)
-    if m.platform.distribution == "nixos":
-        return shell
     write = fixes.write_line(m, folder, file=f"/etc/ld.so.conf.d/{file}")
-    return (write, fixes.sudo(m, "ldconfig"), "Or, for this shell only:", *shell)
+    return shell if m.platform.distribution == "nixos" else m.steps("Search a folder", write=write, shell=shell)
 
 
 @rules("libraries", "U11", "U09", "U08")
@@ -295,12 +293,8 @@ def under_wsl(m: Case) -> Matches:
     if wsl != 2 or not m.driver_fails:
         return
     if lib is not None and lib.kind == "driver":
-        purge = {
-            "apt": "apt purge '^(lib)?nvidia-(compute|cfg1|gl|driver|dkms|kernel|utils).*|^libcuda1$'",
-            "dnf": "dnf remove '*nvidia*'",
-        }
-        command = purge.get(m.platform.package_manager, f"rm {quote(lib.path)}")
-        remove = (fixes.sudo(m, command), fixes.sudo(m, "ldconfig"))
+        manager, path = m.platform.package_manager, quote(lib.path)
+        remove = m.steps(f"U09 {manager}" if manager in ("apt", "dnf") else "U09", path=path)
         used = f"libcuda.so.1 → {lib.target or lib.path}, found through {lib.via}"
         windows = f"the Windows driver's own is {of_windows.path}" if of_windows else ""
         fix = fixes.drop_library(m, lib.path, lib.via) or remove
