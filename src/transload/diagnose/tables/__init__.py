@@ -44,12 +44,8 @@ def table(name: str) -> dict[str, Any]:
 @cache
 def steps() -> dict[str, list[Step]]:
     """The steps in each section of ``steps.md``, by each name in its heading."""
-    by_name: dict[str, list[Step]] = {}
-    for names, text in sections(packaged(__package__, "steps.md")):
-        blocks = text.strip().split("\n\n")
-        listed_steps = [step for block in blocks for step in listed(block)]
-        by_name.update(dict.fromkeys(names.split(", "), listed_steps))
-    return by_name
+    pages = ((name, text) for names, text in sections(packaged(__package__, "steps.md")) for name in names.split(", "))
+    return {name: [step for block in text.strip().split("\n\n") for step in listed(block)] for name, text in pages}
 
 
 @cache
