@@ -17,6 +17,7 @@ from transload.diagnose.report import Diagnosis, judge_machine
 from transload.diagnose.rules import BY_CODE
 from transload.findings import Severity
 from transload.machine import Torch, TorchRun
+from transload.steps import Step
 
 if TYPE_CHECKING:
     import pytest
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 def rule(code: str, layer: str, severity: Severity = "error", *, symptom: bool = False, likely: bool = False) -> Rule:
     def check(_: Case) -> Matches:
-        yield code, Match((f"evidence of {code}",), (f"= title of {code}", f"$ fix {code}"), severity)
+        yield (
+            code,
+            Match(
+                (f"evidence of {code}",), (Step("title", f"title of {code}"), Step("command", f"fix {code}")), severity
+            ),
+        )
 
     return Rule(code, layer, check, symptom, likely)
 

@@ -83,7 +83,7 @@ class Rule(NamedTuple):
         steps = case.steps(self.code) if match.fix is None else match.fix
         titles = (step.text for step in steps if isinstance(step, Step) and step.kind == "title")
         likely = "probably: " if self.likely or match.likely else ""
-        words = f"{likely}{next(titles, title(self.code))}"
+        words = f"{likely}{next(titles, None) or title(self.code)}"
         return Finding(self.code, match.severity, words, tuple(filter(None, match.evidence)), fix_of(steps))
 
 

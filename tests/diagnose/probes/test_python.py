@@ -426,7 +426,7 @@ def test_no_interpreters_without_home_path_and_current_folder() -> None:
 
 
 def set_own_path(monkeypatch: pytest.MonkeyPatch, *path: str) -> None:
-    monkeypatch.setattr(module, "own", lambda: {"path": list(path)})
+    monkeypatch.setattr(module, "own_facts", lambda: {"path": list(path)})
 
 
 def test_our_own_interpreter_is_chosen_if_it_has_torch(host: TreeHost, monkeypatch: pytest.MonkeyPatch) -> None:
