@@ -27,7 +27,7 @@ from transload.formats.pickle_machine import MAX_STREAM, add_uses, run
 from transload.formats.pickle_state import LOADER, Broken, Cut, PickleMachine
 from transload.formats.pickle_streams import run_at
 from transload.formats.tensors import StorageTable
-from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL, looks_like_legacy
+from transload.formats.torch_legacy import MAGIC_PICKLE, MAX_DOUBT, PROTOCOL
 from transload.formats.torch_zip import needed_by, pickle_problems, read_tree
 from transload.formats.zip import ends_like_zip
 from transload.io.packed import Unpacked, packed_as, unpack
@@ -133,12 +133,6 @@ def read(source: Source) -> Checkpoint | None:
         out.add_tree(tree.tensors, (), tree.leaves, tree.problems)
     out.facts += [("pickle protocol", str(first.protocol)), ("top object", kind)]
     return out.checkpoint(pickles=tuple(pickles))
-
-
-def holds_tensors(source: Source) -> bool:
-    """Whether a file is a plain pickle of tensors, not a checkpoint of torch.save."""
-    checkpoint = None if looks_like_legacy(source) else read(source)
-    return checkpoint is not None and checkpoint.pickles[0].data
 
 
 def _is_pickle(pickle: Pickle, size: int) -> bool:

@@ -10,17 +10,10 @@ from transload.render.lines import Block, Prose, Table, as_text, row
 from transload.render.words import path_text, plural, printable, size
 from transload.rescuing.archive import LostRecord
 from transload.rescuing.bitflips import Repair
+from transload.steps import tables
 
 Fill = Literal["zeros", "nan"]
 _ROWS = 32
-_HOW = {
-    "exact": "the original file, byte for byte as far as can be determined",
-    "rebuilt": "everything, in a new layout",
-    "filled": "everything, with {fill} in place of what is lost",
-    "left-out": "without what is lost",
-    "weights": "a dictionary of its tensors: the program is incomplete",
-    "nothing": "nothing: there is nothing to save",
-}
 _NOWHERE = "headers and directory"
 _CERTAINTY = {"proven": "good", "probable": "trust", "ambiguous": "bad"}
 
@@ -142,7 +135,7 @@ def report(rescue: Rescue) -> Iterator[Block]:
     for record in rescue.records[:_ROWS]:
         yield row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")
     yield from _more(len(rescue.records), "records")
-    words = _HOW[rescue.how].format(fill=rescue.fill)
+    words = tables(__package__, "names")["written"][rescue.how].format(fill=rescue.fill)
     if rescue.how == "nothing":
         yield row("written", words, "bad")
     else:

@@ -12,9 +12,9 @@ from transload.contents import byte_span, with_parts
 from transload.errors import CannotReadError, RescueError, UsageError
 from transload.findings import join_names, quoted, rescue_command
 from transload.format import FORMATS, format_of
-from transload.formats import read_source
-from transload.formats.plain_pickle import holds_tensors
+from transload.formats import plain_pickle, read_source
 from transload.formats.sets.dcp import folder_of_rank
+from transload.formats.torch_legacy import looks_like_legacy
 from transload.io import gc_paused
 from transload.io.folder import Folder
 from transload.io.pool import progress_counter
@@ -108,7 +108,17 @@ def rescue_file(
         # 5. Write it.
         done = out is not None and bool(target) and not dry_run
         if done and out is not None:
-            _write(out, target, progress)
+            report_progress = progress_counter(progress, out.size, "writing")
+            with Bundle(overwrite=True) as bundle:
+                new_file = bundle.add(target)
+                for start in range(0, out.size, _PIECE):
+                    count = min(_PIECE, out.size - start)
+                    data = out.read(start, count)
+                    if len(data) < count:
+                        raise CannotReadError("the file became shorter while it was read", where=out.name)
+                    new_file.write([data])
+                    if report_progress is not None:
+                        report_progress(count)
         file = (path or source.name, target, report_path(target), checkpoint.format, source.size, how, done)
         return Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", recovered.notes, tuple(warnings))
 
@@ -128,7 +138,8 @@ def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack) -> tup
         raise RescueError("the file is empty", where=source.name)
     inner = (journal_undone(path, source, notes) if path else None) or source
     inner, whole = unwrapped(inner, member, stack, notes)
-    if holds_tensors(inner):  # recover would find the legacy stream of its first tensor
+    plain = None if looks_like_legacy(inner) else plain_pickle.read(inner)
+    if plain is not None and plain.pickles[0].data:  # recover would find the legacy stream of its first tensor
         what = "it is a plain pickle: nothing in it shows what was lost, or could replace it"
         fix = f"If it is whole, this extracts its tensors: transload convert {quoted(inner.name)} NEW.pt"
         raise RescueError(what, where=inner.name, fix=fix)
@@ -180,20 +191,6 @@ def _warnings(checkpoint: Checkpoint, recovered: Recovered) -> list[str]:
     if len(broken) > FEW:
         warnings.append(f"and {len(broken) - FEW:,} more broken tensors")
     return warnings
-
-
-def _write(out: Source, target: str, progress: Progress) -> None:
-    report_progress = progress_counter(progress, out.size, "writing")
-    with Bundle(overwrite=True) as bundle:
-        file = bundle.add(target)
-        for start in range(0, out.size, _PIECE):
-            count = min(_PIECE, out.size - start)
-            data = out.read(start, count)
-            if len(data) < count:
-                raise CannotReadError("the file became shorter while it was read", where=out.name)
-            file.write([data])
-            if report_progress is not None:
-                report_progress(count)
 
 
 class Outcomes:
