@@ -134,10 +134,8 @@ KEPT = {
     "torch.cuda.random.current_device": "the functions there that call it are replaced",
     "torch.cuda.random.device_count": "as above",
     "torch.cuda.amp.amp_definitely_not_available": "re-exported, and called by nobody there",
-    "torch.distributed.device_mesh.init_process_group": "the mesh is that of the CPU",
-    "torch.distributed.device_mesh.new_group": "as above",
-    "torch.distributed._tensor.device_mesh.init_process_group": "as above, in torch 2.1",
-    "torch.distributed._tensor.device_mesh.new_group": "as above, in torch 2.1",
+    "torch.distributed._tensor.device_mesh.init_process_group": "called without a backend; only in torch 2.1",
+    "torch.distributed._tensor.device_mesh.new_group": "as above",
     "torch.nn.parallel.data_parallel.parallel_apply": "all parts are on the CPU",
     "torch.utils.data.dataset.randperm": "called without a device",
 }

@@ -617,6 +617,7 @@ def _seed(real: Any, seed: int) -> None:
         _answering("torch.cuda.manual_seed_all", _generator("manual_seed"))(real, seed)
 
 
+_GROUPS = "init_process_group new_group"
 _REPLACED: Replaced = (
     (
         _make,
@@ -662,7 +663,8 @@ _REPLACED: Replaced = (
         "torch.nn.SyncBatchNorm",
         "convert_sync_batchnorm",
     ),
-    (_group, "torch.distributed", "init_process_group new_group"),
+    (_group, "torch.distributed", _GROUPS),
+    (_group, "torch.distributed.device_mesh", _GROUPS),  # a mesh of the CPU asks for NCCL, too, if there is CUDA
     (_mesh, "torch.distributed.device_mesh.DeviceMesh", "__init__"),
     # The only kernel of attention that works everywhere stays enabled.
     (lambda real, enabled: real(enabled or on_cpu()), "torch._C", "_set_sdp_use_math"),
@@ -678,6 +680,7 @@ _REPLACED: Replaced = (
 """The replacement, which gets the original as its first argument; the owner of the function, and its names."""
 
 _FSDP = "torch.distributed.fsdp"
+_MESH_OF_2_1 = "torch.distributed._tensor.device_mesh"
 _CHECK = "_check_module_states_for_sync_module_states"
 _REPLACED_LATER: dict[str, Replaced] = {
     _FSDP: (
@@ -685,9 +688,7 @@ _REPLACED_LATER: dict[str, Replaced] = {
         (_giving(offload_to_cpu=False), f"{_FSDP}.FullStateDictConfig", "__init__"),
         (_answering(_CHECK, _nothing), f"{_FSDP}._init_utils", _CHECK),
     ),
-    "torch.distributed._tensor.device_mesh": (  # of torch 2.1
-        (_mesh, "torch.distributed._tensor.device_mesh.DeviceMesh", "__init__"),
-    ),
+    _MESH_OF_2_1: ((_mesh, f"{_MESH_OF_2_1}.DeviceMesh", "__init__"),),
     "torch.utils.cpp_extension": (
         (_refuse_kernels, "torch.utils.cpp_extension", "_get_cuda_arch_flags _join_cuda_home"),
     ),
