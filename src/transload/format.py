@@ -180,8 +180,9 @@ _ALL = (
         "megatron",
         "Megatron checkpoint directory",
         ranks=True,
-        torch_load="fails on a directory: load it with Megatron",
-        instead="Load it with Megatron, which puts its ranks together.",
+        composed=True,
+        weights="model",
+        torch_load="fails on a directory: use transload.load, or convert it to a file: transload convert DIR NEW.pt",
         retag=("it is a directory of several files", ""),
     ),
     Format(

@@ -695,7 +695,11 @@ class TestMegatron:
         for tensor, pipe in ((0, 0), (0, 1), (1, 0)):
             write_rank_file(tmp_path / "iter_0000010" / f"mp_rank_{tensor:02d}_{pipe:03d}" / "model_optim_rng.pt")
         checkpoint = read_dir(tmp_path)
-        assert (checkpoint.format, codes(checkpoint), len(checkpoint.parts)) == ("megatron", ["rank-missing"], 3)
+        assert (checkpoint.format, codes(checkpoint), len(checkpoint.parts)) == (
+            "megatron",
+            ["rank-missing", "ranks-unmerged"],
+            3,
+        )
         assert dict(checkpoint.facts)["parallel layout"] == "2 × 2"
         assert "(1, 1)" in problem(checkpoint, "rank-missing").detail
         assert checkpoint.tensor("iter_0000010/mp_rank_00_001/model_optim_rng.pt/module/w").shape == (2,)

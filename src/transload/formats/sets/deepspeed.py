@@ -24,11 +24,12 @@ from transload.formats.sets.pieces import (
     entries,
     list_of,
     number_of,
+    plain,
     shape_of,
 )
 from transload.frozen import NamedTuple
 from transload.io.folder import Listing, relative_path
-from transload.nodes import Call, Dict, called
+from transload.nodes import Dict
 from transload.render.words import plural
 
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
@@ -44,6 +45,7 @@ _FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 _OPTIMIZER = "optimizer_state_dict"
 _FROZEN = "frozen_param_fragments"
+_CLASSES = ("deepspeed.",)
 # What the files have about the partition of their own rank, which means nothing in the whole.
 _OF_A_RANK = frozenset(
     {
@@ -498,13 +500,13 @@ class _Stage:
                 whole.put_node(("optimizer", "param_groups", number), file, (*listed_at, number), Dict(items))
             for key, node in entries(file.at(settings)).items():
                 if key not in _OF_A_RANK:
-                    whole.put_node(("optimizer", key), file, (*settings, key), _plain(node))
+                    whole.put_node(("optimizer", key), file, (*settings, key), plain(node, _CLASSES))
         for key in entries(model.root.get("module")):
             if ("module", key) not in model.tensors:
                 whole.put_node(("module", key), model, ("module", key))
         for key, node in model.root.items():
             if key not in ("module", _FROZEN) and not (key == "optimizer" and self._common is not None):
-                whole.put_node((key,), model, (key,), _plain(node))
+                whole.put_node((key,), model, (key,), plain(node, _CLASSES))
 
 
 _NOTHING = _Group(Tensor((), "", "float32", (0,), (1,), "cpu", None), {}, {})
@@ -526,16 +528,3 @@ def _begins(sizes: dict[int, int], world: int) -> tuple[dict[int, int], int | No
         raise UnmergedError("ranks are missing, and the others do not show how large their parts are")
     (size,) = before_last
     return {rank: rank * size for rank in sizes}, None
-
-
-def _plain(node: object, depth: int = 3) -> object:
-    """A value in which objects of DeepSpeed's classes are the dictionaries of their attributes, or numbers."""
-    if type(node) is Dict and depth:
-        inside = [_plain(part, depth - 1) for part in node.items]
-        return node if all(new is old for new, old in zip(inside, node.items, strict=True)) else Dict(inside)
-    if type(node) is Call and called(node).startswith("deepspeed."):
-        if node.states and type(node.states[-1]) is Dict:
-            return node.states[-1]
-        if type(node.args) is tuple and len(node.args) == 1:
-            return node.args[0]
-    return node

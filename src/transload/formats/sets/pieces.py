@@ -161,6 +161,25 @@ def number_of(node: object) -> int | None:
     return node if type(node) is int and 0 <= node < 1 << 63 else None
 
 
+def plain(node: object, classes: tuple[str, ...], depth: int = 4) -> object:
+    """A value in which objects of some classes are dictionaries of their attributes, or what an enumeration stands for.
+
+    ``classes`` are the beginnings of their names.
+    """
+    if not depth:
+        return node
+    if type(node) is Call and called(node).startswith(classes):
+        state = node.states[-1] if node.states else None
+        if type(state) is Dict:
+            return plain(state, classes, depth - 1)
+        return node.args[0] if type(node.args) is tuple and len(node.args) == 1 else node
+    inside = node.items if type(node) is Dict else node if isinstance(node, list | tuple) else ()
+    new = [plain(part, classes, depth - 1) for part in inside]
+    if all(one is other for one, other in zip(new, inside, strict=True)):
+        return node
+    return Dict(new) if type(node) is Dict else tuple(new) if type(node) is tuple else new
+
+
 def shape_of(node: object) -> tuple[int, ...]:
     """A ``torch.Size``, which pickles as a call with a tuple; ``UnmergedError`` if it is none."""
     if type(node) is Call and called(node) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
