@@ -82,12 +82,37 @@ def write_files(folder: Path) -> None:
     convert(folder / "model.pt", folder / "model.safetensors", key="model")
     (folder / "sharded").mkdir()
     convert(folder / "model.safetensors", folder / "sharded" / "model.safetensors", max_shard_size=400)
+    write_dcp({"model": seeded().state_dict()}, folder / "dcp")
+    if HAS_FSDP2:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        model, optimizer = trained()
+        torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, folder / "trained.pt")
+        named = get_optimizer_state_dict(model, optimizer)
+        write_dcp({"model": model.state_dict(), "optim": named}, folder / "trained")
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer after a step."""
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.linspace(0, 1, 12).view(2, 6)).sum().backward()
+    optimizer.step()
+
+
+def write_dcp(state: dict[str, Any], folder: Path) -> None:
+    """Save a state dict as a directory, without a process group."""
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer releases prefer save, which 2.1 does not have
-        writer = dcp.FileSystemWriter(folder / "dcp", thread_count=1)
-        dcp.save_state_dict({"model": seeded().state_dict()}, writer, no_dist=True)
+        dcp.save_state_dict(state, dcp.FileSystemWriter(folder, thread_count=1), no_dist=True)
 
 
 # -- the cases
@@ -120,6 +145,12 @@ def assert_filled(model: nn.Module, reference: nn.Module | None = None) -> None:
         assert torch.equal(found[key], value), key
     x = torch.linspace(0, 1, 12).view(2, 6)
     assert not RUNS or torch.allclose(model.eval()(x), reference(x), atol=1e-6), "forward"
+
+
+def assert_close(model: nn.Module, reference: nn.Module) -> None:
+    found = wholes(model)
+    for key, value in reference.state_dict().items():
+        assert torch.allclose(found[key], value, atol=1e-6), key
 
 
 def locals_of(model: nn.Module) -> list[torch.Tensor]:
@@ -258,6 +289,38 @@ def case_fsdp1() -> None:
         load_into(model, FOLDER / name)
         if HAS_FSDP2:  # older releases do not run FSDP1 on the CPU, either
             assert_filled(model, seeded(kind))
+
+
+def case_fsdp2_optimizer() -> None:
+    for meta, name in product((False, True), ("trained.pt", "trained")):
+        model = sharded(meta=meta)
+        optimizer = torch.optim.AdamW(model.parameters())
+        load_into(model, FOLDER / name, optimizer=optimizer)
+        reference, expected = trained()
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            for state, value in expected.state[theirs].items():
+                assert torch.allclose(whole(optimizer.state[mine][state]), value, atol=1e-6), state
+        if RUNS:
+            step(model, optimizer)
+            step(reference, expected)
+            assert_close(model, reference)
+
+
+def case_fsdp1_optimizer() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for orig, name in product((True, False), ("trained.pt", "trained") if RUNS else ()):
+        model = seeded(seed=5)
+        wrap = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=orig)
+        model.inner = wrap(model.inner)
+        model = wrap(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        load_into(model, FOLDER / name, optimizer=optimizer)
+        reference, expected = trained()
+        step(model, optimizer)
+        step(reference, expected)
+        assert_close(model, reference)
 
 
 def case_one_rank_fails_before_anything_is_written() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import re
@@ -11,13 +12,16 @@ import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests import forge, makers
+from tests.each import each
 from tests.loading.equal import assert_same
+from tests.loading.sharded_models import write_dcp
 from tests.loading.test_open import CountingFile, raw
 from tests.quantized import working_engine
 from torch import nn
@@ -1081,3 +1085,97 @@ def test_the_memory_of_parameters_on_the_meta_device_is_checked_first(monkeypatc
         load_into(model, file_of(seeded_net().state_dict()))
     assert all(tensor.is_meta for tensor in model.parameters())
     load_into(seeded_net(1), file_of(seeded_net().state_dict()))  # which has its memory
+
+
+# -- the state of optimizers
+
+
+def trained(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer in two groups, after two steps."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    optimizer = kind([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[1].parameters()}], **options)
+    for _ in range(2):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 0.01}),
+    (torch.optim.SGD, {"lr": 0.01}),
+    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+    (torch.optim.Rprop, {"lr": 0.01}),
+]
+
+
+@each("kind, options", OPTIMIZERS)
+def test_an_optimizer_goes_on_where_it_was_saved(
+    kind: Callable[..., torch.optim.Optimizer], options: dict[str, Any], tmp_path: Path
+) -> None:
+    model, optimizer = trained(kind, **options)
+    optimizer.param_groups[1]["lr"] = 0.5
+    forms: dict[str, Any] = {"numbers": optimizer.state_dict()}
+    if find_spec("torch.distributed.checkpoint.state_dict"):  # since torch 2.2
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        forms["names"] = get_optimizer_state_dict(model, optimizer)
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        if optimizer.state:  # torch can only flatten what there is
+            forms["flat"] = get_optimizer_state_dict(model, optimizer, options=flat)
+    before, forms = copy.deepcopy((model.state_dict(), forms))
+    step(model, optimizer)
+    for name, form in forms.items():
+        saved = {"model": before, "optim": form, "epoch": 3}
+        torch.save(saved, tmp_path / name)
+        write_dcp(saved, tmp_path / f"{name}-dcp")
+        for path in (tmp_path / name, tmp_path / f"{name}-dcp"):
+            for steps in (0, 1):  # whether the optimizer has made its state
+                other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+                groups = [{"params": other[0].parameters()}, {"params": other[1].parameters()}]
+                fresh = kind(groups, lr=0.3, **{key: value for key, value in options.items() if key != "lr"})
+                for _ in range(steps):
+                    step(other, fresh)
+                load_into(other, path, optimizer=fresh)
+                assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.5], path
+                step(other, fresh)
+                assert_same_state(other, model)
+
+
+def test_an_optimizer_of_a_model_on_the_meta_device_gets_the_new_parameters() -> None:
+    model, optimizer = trained(torch.optim.AdamW)
+    file = file_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    step(model, optimizer)
+    with torch.device("meta"):
+        other = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    fresh = torch.optim.AdamW([{"params": other[0].parameters()}, {"params": other[1].parameters()}])
+    load_into(other, file, optimizer=fresh)
+    step(other, fresh)
+    assert_same_state(other, model)
+
+
+def test_what_does_not_fit_an_optimizer_is_said() -> None:
+    model, optimizer = trained(torch.optim.AdamW)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(UsageError, match="2 of the 2 parameters of the optimizer are not in the model"):
+        load_into(model, file_of(saved), optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters()))
+    one_group = torch.optim.AdamW(model.parameters())
+    with pytest.raises(LoadError, match="no state of an optimizer for these parameters"):
+        load_into(model, file_of(saved), optimizer=one_group)
+    with pytest.raises(LoadError, match="no state of an optimizer"):
+        load_into(model, file_of({"model": model.state_dict()}), optimizer=one_group)
+    with pytest.raises(LoadError, match="several places have the state of such an optimizer: optimizer, again"):
+        load_into(model, file_of({**saved, "again": optimizer.state_dict()}), optimizer=optimizer)
+    assert not one_group.state
+    state = optimizer.state_dict()
+    del state["state"][1]
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    with pytest.warns(KeysWarning, match=r"no optimizer state for 0\.bias"):
+        load_into(model, file_of({**saved, "optimizer": state}), optimizer=optimizer)

@@ -31,6 +31,8 @@ from transload.render.words import plural
 if TYPE_CHECKING:
     import torch
 
+    from transload.loading.into.optimizers import OptimizerPlan
+
 __all__ = ["KeysWarning", "Loaded", "MismatchError", "load_into"]
 
 
@@ -86,6 +88,7 @@ def load_into(
     threads: int | None = None,
     pinned_mb: int | None = None,
     direct: bool | None = None,
+    optimizer: Any = None,
     process_group: Any = None,
 ) -> Loaded:
     """Read the weights in a file into a model, each tensor straight into its parameter, without a second copy.
@@ -106,6 +109,8 @@ def load_into(
     put them. A dtype is converted only with ``cast``. With ``ignore_mismatched_sizes`` tensors of another shape are
     left as they are in the model, and a warning names them. Another warning names buffers on the meta device that are
     never saved: they stay there. ``threads``, ``pinned_mb`` and ``direct`` are as for ``transload.load``.
+
+    ``optimizer`` gets its state from the file, too: an optimizer, or several, of parameters of the model.
 
     Of a sharded model (DTensors of FSDP2 or tensor parallelism, or FSDP1) each rank reads only what it has; call it on
     every rank. They agree: if one cannot load, all raise, and no model is changed. ``process_group`` has the ranks that
@@ -132,16 +137,22 @@ def load_into(
                 _refuse(comparison, strict=strict)
                 devices = meta_devices(model) if device is None else {}
                 targets = _targets(comparison, devices)
-                prepared = opened.prepare(
+                items = [
                     (task.tensor, into, index)
                     for task, target in zip(comparison.tasks, targets, strict=True)
                     for index, into in zip(task.indices, task.targets(target), strict=True)
-                )
+                ]
+                plans = _optimizer_plans(optimizer, comparison, targets)
+                items += [item for plan in plans for item in plan.items]
+                prepared = opened.prepare(items)
             if ranks:
                 ranks.seen = seen(opened)
         with ranks:
             ranks.is_writing = True
             loaded = _load(comparison, prepared, targets, settings, devices, strict=strict)
+            for plan in plans:
+                plan.apply()
+                loaded.notes += tuple(plan.notes)
             opened.check_unchanged()
     if ranks.is_first:
         _warn(comparison, loaded)
@@ -236,6 +247,17 @@ def _targets(comparison: Comparison, devices: dict[int, str]) -> list[torch.Tens
             vars(new).update(vars(target))
             targets[number] = new
     return targets
+
+
+def _optimizer_plans(optimizer: Any, comparison: Comparison, targets: list[torch.Tensor]) -> list[OptimizerPlan]:
+    """What to read for an optimizer, or for each of several."""
+    if optimizer is None:
+        return []
+    from transload.loading.into.optimizers import OptimizerPlan
+
+    optimizers = [optimizer] if hasattr(optimizer, "param_groups") else optimizer
+    made = {id(task.slots[0].tensor): target for task, target in zip(comparison.tasks, targets, strict=True)}
+    return [OptimizerPlan(each, comparison, made) for each in optimizers]
 
 
 def _load(

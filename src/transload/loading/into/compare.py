@@ -48,6 +48,8 @@ class Slot(NamedTuple):
     """``None`` if any fits: for extra state, and for uninitialized parameters of lazy modules."""
     parts: tuple[Part, ...] | None = None
     """What this rank has of it, if it is sharded; ``tensor`` is then a DTensor, or this rank's elements."""
+    flat: tuple[torch.Tensor, int] | None = None
+    """As of ``FlatPart``, if it is in a flat parameter of FSDP1."""
 
     @property
     def table(self) -> dict[str, Any]:

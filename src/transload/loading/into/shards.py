@@ -41,6 +41,8 @@ class FlatPart(NamedTuple):
     elements: torch.Tensor
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+    flat: tuple[torch.Tensor, int]
+    """The flat parameter, and where in this rank's part of it the elements begin."""
 
 
 # -- DTensors
@@ -171,7 +173,7 @@ def flat_parts(model: torch.nn.Module) -> dict[int, dict[str, FlatPart]]:
                 parts.append(Part(box, Box((first,), (numel,))))
                 first += numel
             elements = memory[start : start + count] if shard.in_shard else memory[:0]
-            modules.setdefault(id(module), {})[name] = FlatPart(elements, shape, tuple(parts))
+            modules.setdefault(id(module), {})[name] = FlatPart(elements, shape, tuple(parts), (flat, start or 0))
         for name, module, _, owner_name, owner, _ in flat._shared_param_infos:  # noqa: SLF001
             modules.setdefault(id(module), {})[name] = modules[id(owner)][owner_name]
     return modules
