@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from hashlib import blake2b
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from transload.io.sources import SourceLike
 from transload.loading import check_settings
 from transload.loading.handles import DENSE, TensorReader, build_node
 from transload.loading.into.keys import MARKERS, branches, key_function
+from transload.loading.into.ranks import Seen, seen
 from transload.nodes import Call, Dict, called, nested
 from transload.opening import CheckpointFile
 
@@ -122,18 +122,16 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
         """Add what identifies the checkpoint, so that the ranks can be compared."""
         import dataclasses
 
-        return dataclasses.replace(plan, storage_data=_identity(self._open()))
+        return dataclasses.replace(plan, storage_data=seen(self._open()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raise if the ranks have opened different checkpoints; this runs on the first rank only."""
-        first = plans[0].storage_data
-        for rank, plan in enumerate(plans):
-            host, contents, files = plan.storage_data
-            shared = first[2].keys() & files.keys() if host == first[0] else ()
-            if contents != first[1] or any(files[name] != first[2][name] for name in shared):
-                what = f"rank {rank} and rank 0 have opened different checkpoints"
-                fix = "It was replaced while the ranks opened it, or the nodes have different copies. Load it again."
-                raise BrokenFileError(what, where=self._open().checkpoint.path, fix=fix)
+        first: Seen = plans[0].storage_data
+        other = [rank for rank, plan in enumerate(plans) if not first.agrees(plan.storage_data)]
+        if other:
+            what = f"rank {other[0]} and rank 0 have opened different checkpoints"
+            fix = "It was replaced while the ranks opened it, or the nodes have different copies. Load it again."
+            raise BrokenFileError(what, where=self._open().checkpoint.path, fix=fix)
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
@@ -234,22 +232,6 @@ def _unreadable(error: TransloadError) -> Metadata:
             raise AttributeError(name)
 
     return Unreadable()
-
-
-def _identity(opened: TensorReader) -> tuple[str, bytes, dict[str, tuple[int, ...]]]:
-    """The host, a hash of what the checkpoint says of its tensors, and the files as this host knows them.
-
-    Copies on other hosts have the same hash, but not the same times.
-    """
-    from socket import gethostname
-
-    checkpoint = opened.checkpoint
-    digest = blake2b(digest_size=16)
-    for tensor in checkpoint.tensors:
-        digest.update(repr((tensor.name, tensor.dtype, tensor.shape)).encode(errors="surrogatepass"))
-    for storage in checkpoint.storages:
-        digest.update(repr((storage.id, storage.nbytes, storage.offset, storage.crc32)).encode(errors="surrogatepass"))
-    return gethostname(), digest.digest(), opened.stamps()
 
 
 def _saved(value: Any) -> BytesIO:
