@@ -214,6 +214,14 @@ def run_ranks(folder: Path, code: str, ranks: int, width: int) -> None:
             process.wait()
 
 
+def warm(path: Path) -> None:
+    """Bring a file, or those of a folder, into the page cache."""
+    for file in path.iterdir() if path.is_dir() else [path]:
+        with file.open("rb", buffering=0) as source:
+            while source.read(16 << 20):
+                pass
+
+
 def load_rows(folder: Path, ranks: int, width: int, repeat: int, only: str) -> list[dict[str, Any]]:
     """The medians of every contender, of the rank with the largest figure each."""
     chosen = {name: work for name, work in CONTENDERS.items() if only in name or NOTHING in name}
@@ -221,6 +229,9 @@ def load_rows(folder: Path, ranks: int, width: int, repeat: int, only: str) -> l
     for _ in range(repeat):
         for name, (before, work) in chosen.items():
             setup = f"what = {(NOTHING if NOTHING in name else name)!r}\n"
+            for path in FILES:
+                if path.partition("/")[0] in name:
+                    warm(folder / path)
             run_ranks(folder, f"{RANK}{setup}{before}\n{MEASURED.replace('{work}', work)}", ranks, width)
             reports = [json.loads((folder / f"out.{rank}.json").read_text()) for rank in range(ranks)]
             results[name].append({key: max(report[key] for report in reports) for key in reports[0]})

@@ -126,7 +126,7 @@ def lay_out(folder: Path, page: str, section: str) -> None:
     page_files = PAGE_FILES.get((page, section), PAGE_FILES.get((page, ""), {}))
     for name, content in {**COMMON, **page_files}.items():
         (folder / name).write_bytes(content())
-    if page == "recipes.md" and not (folder / "step-1000").exists():
+    if page in ("recipes.md", "ranks.md") and not (folder / "step-1000").exists():
         distributed(folder / "step-1000")
 
 
