@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests import forge
@@ -59,3 +61,28 @@ def dtensor(local: bytes, shape: tuple[int, ...], placements: object, on: object
     attributes = forge.tuple_of(None, forge.dictionary({"_local_tensor": local, "_spec": spec}))
     function = forge.name("torch._utils", "_rebuild_wrapper_subclass")
     return forge.call(forge.name("torch._tensor", "_rebuild_from_type_v2"), function, kind, inner, attributes)
+
+
+def rank_file(
+    rank: int,
+    world: int = 2,
+    *,
+    rows: int = 4,
+    more: Mapping[str, object] = MappingProxyType({}),
+    storages: Mapping[str, bytes] = MappingProxyType({}),
+) -> bytes:
+    """The file of a rank with its share of a tensor ``w`` of float32, of shape ``[rows, 2]``: numbers of rows."""
+    step = -(-rows // world)
+    first, last = min(rows, rank * step), min(rows, (rank + 1) * step)
+    values = array("f", [float(row) for row in range(first, last) for _ in range(2)])
+    local = forge.tensor("0", (last - first, 2), (2, 1), numel=len(values))
+    whole = dtensor(local, (rows, 2), (placement("Shard", dim=0),), mesh((world,), (rank,)))
+    body = forge.dictionary({"w": whole, **more})
+    return forge.checkpoint(forge.pickled(body), {"0": values.tobytes(), "1": b"", **storages})
+
+
+def write_ranks(folder: Path, world: int = 2, name: str = "model_rank_{}.pt", **options: Any) -> None:
+    """A folder with the files of all ranks."""
+    folder.mkdir(exist_ok=True)
+    for rank in range(world):
+        (folder / name.format(rank)).write_bytes(rank_file(rank, world, **options))

@@ -124,6 +124,7 @@ def imports(modules: dict[Path, ast.Module]) -> list[tuple[str, Import]]:
 # The names of formats that modules outside ``formats`` may contain: for anything else they ask ``traits``.
 NAMED = {
     "checking": {"safetensors"},  # the package
+    "contents": {"sharded"},  # a kind of tensor
     "converting": {"safetensors"},  # what has shards
     "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
     "opening": {"sharded"},  # a kind of tensor

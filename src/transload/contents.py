@@ -100,7 +100,7 @@ class Tensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of its elements, or of its parts if it has parts."""
-        if self.parts:
+        if self.parts or self.kind == "sharded":  # a rank may have no part of it
             return sum(part.nbytes for part in self.parts)
         return 0 if self.kind == "meta" else itemsize(self.dtype, self.numel)
 

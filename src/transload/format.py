@@ -177,6 +177,16 @@ _ALL = (
         retag=("it is a directory of several files", ""),
     ),
     _several(
+        "rank-files",
+        "folder of rank files",
+        ranks=True,
+        composed=True,
+        weights="model",
+        torch_load="fails on a directory, and a file has only the pieces of a rank: use transload.load, or convert it "
+        "to a file: transload convert DIR NEW.pt",
+        retag=("it is a directory of several files", ""),
+    ),
+    _several(
         "megatron",
         "Megatron checkpoint directory",
         ranks=True,

@@ -14,7 +14,7 @@ from transload.contents import Contents, GlobalUse, Judgement
 from transload.findings import Finding, Safety, Severity, first_lines, worst_safety
 from transload.formats import pickle_streams
 from transload.formats.arrays import are_plain
-from transload.formats.pieces import class_of, names_outside
+from transload.formats.pieces import class_of, local_tensors, names_outside
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import read_index, starts_like_zip
 from transload.io.sources import BytesSource
@@ -716,7 +716,8 @@ def loaded_pickles(checkpoint: Contents) -> tuple[Pickle, ...]:
     if not checkpoint.traits.composed:
         return tuple(main)
     # Of the files of a composed checkpoint, only its values are built.
-    needed = {id(node) for node in walk_nodes(value.node for value in checkpoint.values) if type(node) is Global}
+    nodes = walk_nodes((value.node for value in checkpoint.values), local_tensors)
+    needed = {id(node) for node in nodes if type(node) is Global}
     built = [copy(pickle) for pickle in main]
     for pickle in built:
         pickle.globals = {key: node for key, node in pickle.globals.items() if id(node) in needed}

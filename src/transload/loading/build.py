@@ -56,9 +56,11 @@ def build_object(
     device_map: DeviceMap,
     encoding: str = "utf-8",
     pickle: Pickle | None = None,
+    made: Mapping[int, Any] | None = None,
 ) -> Any:
     """Build the object that a pickle describes, by default the main one, over storages that were read.
 
+    ``made`` are objects that exist already, by the identity of their nodes.
     ``BrokenFileError`` for a call that no checkpoint makes, ``UnsafeError`` for one that is not allowed.
     """
     pickle = pickle or next((pickle for pickle in file.checkpoint.pickles if pickle.main), None)
@@ -66,7 +68,9 @@ def build_object(
         raise LoadError("there is no object in it", where=file.checkpoint.path)
     where = f"{file.checkpoint.path} › {pickle.name}" if pickle.name else file.checkpoint.path
     try:
-        return _Builder(file, pickle, storages, device_map, encoding).run()
+        builder = _Builder(file, pickle, storages, device_map, encoding)
+        builder.objects.update(made or {})
+        return builder.run()
     except TransloadError as error:
         position = error.position if isinstance(error, Malformed) else None
         error.where = error.where or (where if position is None else f"{where} › byte {position}")

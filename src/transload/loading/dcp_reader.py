@@ -8,7 +8,7 @@ file, so they are the names that the planner of this torch looks for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from transload.frozen import NamedTuple
 from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
+from transload.loading.composed import pieces_in
 from transload.loading.handles import DENSE, TensorReader, build_node
 from transload.loading.into.keys import MARKERS, branches, key_function
 from transload.loading.into.ranks import Seen, seen
@@ -336,6 +337,7 @@ class _Tree:
         self._tensors = {tensor.path: tensor for tensor in opened.checkpoint.tensors}
         self._branches = branches(opened.checkpoint)
         self._budget = Budget()
+        self._pieces: Mapping[tuple[Key, ...], object] = {}
         self._open: set[int] = set()  # the containers around the current one
 
     def root(self) -> _Mapping:
@@ -343,7 +345,8 @@ class _Tree:
         out = _Mapping()
         opened, checkpoint = self._opened, self._opened.checkpoint
         if checkpoint.traits.composed:
-            values = {value.path: _Value(partial(self._value, value)) for value in checkpoint.values}
+            self._pieces = pieces_in(checkpoint)
+            values = {value.path: self._of_value(value) for value in checkpoint.values}
             leaves = ((path, values.get(path) or self._tensor(self._tensors[path])) for path in checkpoint.places)
             node = nested(leaves, _Mapping)
             return node if isinstance(node, _Mapping) else _Mapping({"": node})
@@ -387,8 +390,11 @@ class _Tree:
         inside.build = build
         return inside
 
-    def _value(self, value: Value) -> Any:
-        return build_node(self._opened.part(value.file), value.node)
+    def _of_value(self, value: Value) -> Any:
+        file = self._opened.part(value.file)
+        if value.path in self._pieces:
+            return self._node(file, value.node, value.path)
+        return _Value(partial(build_node, file, value.node))
 
     def _tensor(self, tensor: Tensor) -> Any:
         """A placeholder, which must be a tensor: torch opens lists only if there are some in them."""

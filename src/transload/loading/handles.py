@@ -13,6 +13,7 @@ from copy import copy
 from functools import cached_property
 from itertools import product
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from transload.checkpoint import Checkpoint, Key, Tensor
@@ -547,13 +548,20 @@ class TensorReader(OpenCheckpoint):
 
 
 def build_node(
-    file: CheckpointFile, node: object, device_map: DeviceMap | None = None, options: ReadOptions = _OPTIONS
+    file: CheckpointFile,
+    node: object,
+    device_map: DeviceMap | None = None,
+    options: ReadOptions = _OPTIONS,
+    made: Mapping[int, Any] = MappingProxyType({}),
 ) -> Any:
-    """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed."""
+    """The object of a node, by default on the CPU; ``UnsafeError`` if building it needs names that are not allowed.
+
+    ``made`` are objects in it that exist already, by the identity of their nodes.
+    """
     from transload.loading.refusal import Allowed
 
     main = next(pickle for pickle in file.checkpoint.pickles if pickle.main)
-    nodes = list(walk_nodes([node]))
+    nodes = list(walk_nodes([node], lambda call: () if id(call) in made else None))
     names = {id(inner) for inner in nodes if type(inner) is Global}
     ids = [inner.id for inner in nodes if type(inner) is Persistent]
     keys = {str(pid[2]) for pid in ids if type(pid) is tuple and len(pid) > 2}
@@ -568,7 +576,7 @@ def build_node(
     device_map = device_map or DeviceMap(plan_here(file.checkpoint, "cpu", 0), "cpu", file.checkpoint.path)
     storages = tuple(storage for storage in file.checkpoint.storages if storage.key in keys)
     alone = replace(file, checkpoint=replace(file.checkpoint, storages=storages))
-    return build_object(alone, read_storages(alone, device_map, options), device_map, pickle=part)
+    return build_object(alone, read_storages(alone, device_map, options), device_map, pickle=part, made=made)
 
 
 def _basic(index: Index) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from transload.checkpoint import Checkpoint, Draft, Part
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, Problem, join_names
-from transload.formats.sets import dcp, deepspeed, megatron, sharded, single, unpacked
+from transload.formats.sets import dcp, deepspeed, megatron, ranks, sharded, single, unpacked
 from transload.formats.sets.merger import Merger, OpenFile, ReadFile, ReadItem, listed
 from transload.formats.sets.single import checkpoint_files
 from transload.frozen import replace
@@ -36,11 +36,11 @@ class Kind(Protocol):
     def matches(self, listing: Listing, /) -> bool:
         """Whether a folder is one, by the names in it."""
 
-    def read(self, merger: Merger, /) -> Checkpoint:
-        """Read the folder of the merger. Bad content is a problem, never an error."""
+    def read(self, merger: Merger, /) -> Checkpoint | None:
+        """Read the folder of the merger. Bad content is a problem, never an error; ``None`` if it is another kind."""
 
 
-_KINDS: tuple[Kind, ...] = (megatron, dcp, deepspeed, unpacked, sharded)
+_KINDS: tuple[Kind, ...] = (megatron, dcp, deepspeed, unpacked, sharded, ranks)
 """The order matters: Megatron's newer form contains a distributed checkpoint, and any kind may contain other files."""
 
 
@@ -58,8 +58,9 @@ def read(
         checkpoint = sharded.read_index(merger, index)
         return replace(checkpoint, path=folder.path(index))
     listing = folder.list()
-    kind = next((kind for kind in (*_KINDS, single) if kind.matches(listing)), None)
-    checkpoint = kind.read(Merger(listing, read_file, open_file, read_item)) if kind else _describe_unknown(listing)
+    kinds = (kind for kind in (*_KINDS, single) if kind.matches(listing))
+    found = (kind.read(Merger(listing, read_file, open_file, read_item)) for kind in kinds)
+    checkpoint = next(filter(None, found), None) or _describe_unknown(listing)
     # Add dangling links, and files that are not part of the checkpoint: a program that loads the directory may load
     # those, too, so their pickles are read.
     noted = LimitedProblems()

@@ -128,7 +128,8 @@ class Merger(Draft):
         self.pickles += checkpoint.pickles
         self.origins.append(checkpoint.written_by)
         self.checksummed &= checkpoint.checksummed
-        self.noted.extend(problem.within(prefix) for problem in checkpoint.problems)
+        # That a rank has only pieces is no problem of the set.
+        self.noted.extend(problem.within(prefix) for problem in checkpoint.problems if problem.code != "rank-file")
         return tensors
 
     def add_missing(self, name: str, kind: str) -> None:

@@ -7,11 +7,12 @@ be formed; then the files stay apart.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
-from transload.checkpoint import Checkpoint, Key, Leaf, Tensor, Value
+from transload.checkpoint import Checkpoint, Key, Leaf, Storage, Tensor, Value
 from transload.contents import with_parts
 from transload.formats.graph import members_of, node_at, short_key
 from transload.formats.sets.merger import Merger
@@ -95,6 +96,23 @@ class Composition:
             if leaf.path[: len(old)] == old:
                 new = (*path, *leaf.path[len(old) :])
                 self._leaves.append(replace(leaf, path=new, name="/".join(map(str, new))))
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors so far."""
+        return self._tensors
+
+    @cached_property
+    def storages(self) -> dict[str, Storage]:
+        """The storages of the files that were read, by id."""
+        return {storage.id: storage for storage in self.merger.storages}
+
+    def put_value(self, value: Value, leaves: Iterable[Leaf]) -> None:
+        """Put an object of a file into the whole; its tensors are those that were put below its path."""
+        self._values.append(value)
+        for leaf in leaves:
+            path = (*value.path, *leaf.path)
+            self._leaves.append(replace(leaf, path=path, name="/".join(map(str, path))))
 
     def assembled(self, path: tuple[Key, ...], shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
         """A tensor that consists of runs; notes which rows are missing. ``UnmergedError`` if their dtypes differ."""

@@ -1,0 +1,254 @@
+"""Folders of rank files: every rank of a run called ``torch.save`` with its own pieces of the tensors.
+
+FSDP with sharded state dicts, FSDP2 and tensor parallelism leave such folders, and programs built on them (verl, SkyRL,
+accelerate, dinov2) name the files as they like. Each file says which pieces it has; ``formats.pieces`` reads that. The
+object is that of the first rank, with whole tensors in place of its pieces.
+"""
+
+from __future__ import annotations
+
+import re
+
+from transload.checkpoint import Checkpoint, Key, Tensor, Value
+from transload.findings import join_names
+from transload.formats.graph import call_items, node_at
+from transload.formats.sets.merger import MAX_RANKS, Merger
+from transload.formats.sets.pieces import Composition, RankFile, UnmergedError
+from transload.frozen import NamedTuple
+from transload.geometry import Box, contiguous, gaps, place_text
+from transload.io.folder import Listing
+from transload.nodes import Call, Dict, called
+from transload.render.words import plural
+
+# model_world_size_8_rank_3.pt, pytorch_model_fsdp_0_rank3.bin, model_final.rank_3.pth, rank3.pt; or model_3.pt, which
+# may just as well be the third epoch.
+_NAME = re.compile(
+    r"(?P<family>.*?)(?:[._-]?world_size[._-]?(?P<world>\d{1,6}))?"
+    r"(?:(?:^|[._-])(?P<word>rank)[._-]?|[._-])(?P<rank>\d{1,6})\.(?:pt|pth|bin|ckpt|pkl)"
+)
+# Values that all ranks of one save agree about; others may be a rank's own, such as the state of its random generator.
+_PROGRESS = frozenset({"step", "steps", "global_step", "global_steps", "epoch", "iteration", "iter"})
+_FLAT = "_flat_param"
+_SHOWN = 3
+
+
+class _Name(NamedTuple):
+    """The name of a rank file, and what it says; ``world`` is 0 if it does not say that."""
+
+    file: str
+    family: str
+    world: int
+    rank: int
+
+
+def matches(listing: Listing) -> bool:
+    """Whether files are named after ranks, or are numbered; only what is in them shows that they are rank files."""
+    return bool(_families(listing))
+
+
+def _families(listing: Listing) -> dict[str, list[_Name]]:
+    """The files that may be those of ranks: by the rest of their names, then by rank."""
+    families: dict[str, list[_Name]] = {}
+    numbered: dict[str, list[_Name]] = {}
+    for file in listing.files:
+        if match := _NAME.fullmatch(file):
+            name = _Name(file, match["family"].rstrip("._-"), int(match["world"] or 0), int(match["rank"]))
+            (families if match["word"] else numbered).setdefault(name.family, []).append(name)
+    # A lone number says nothing, and neither do numbers that do not begin with 0.
+    numbered = {family: names for family, names in numbered.items() if {0, 1} <= {name.rank for name in names}}
+    families = families or numbered
+    return {family: sorted(names, key=lambda name: name.rank) for family, names in sorted(families.items())}
+
+
+def read(merger: Merger) -> Checkpoint | None:
+    """Put the files of all ranks together; ``None`` if they are not the files of ranks."""
+    families = _families(merger.listing)
+    if not any(_is_of_rank(merger, names[0]) for names in families.values()):
+        return None
+    merger.format, merger.ranked = "rank-files", True
+    whole = Composition(merger)
+    try:
+        parts = {family: _Family(whole, family, names) for family, names in families.items()}
+        worlds = sorted({part.world for part in parts.values() if part.world})
+        if len(worlds) > 1:
+            raise whole.mixed(f"they are of runs with {' and '.join(f'{world:,}' for world in worlds)} ranks")
+        for family, part in parts.items():
+            part.merge((family,) if len(parts) > 1 else ())
+        whole.finish()
+    except UnmergedError as reason:
+        whole.keep_apart(str(reason))
+    return merger.merged()
+
+
+def _is_of_rank(merger: Merger, name: _Name) -> bool:
+    """Whether the first file of a family is one of a rank: its name says so, or it has distributed tensors."""
+    if name.world:
+        return True
+    checkpoint = merger.open(name.file)
+    facts = dict(checkpoint.facts) if checkpoint else {}
+    return "world size" in facts and facts["rank"] == str(name.rank)
+
+
+class _Family:
+    """The files of all ranks with the same kind of content: the model, the optimizer, or everything."""
+
+    def __init__(self, whole: Composition, family: str, names: list[_Name]) -> None:
+        self._whole = whole
+        self._merger = whole.merger
+        worlds = {name.world for name in names if name.world}
+        files = [(name, whole.read(name.file, "rank file")) for name in names]
+        self._files = [(name.rank, file) for name, file in files if file is not None]
+        for rank, file in self._files:
+            facts = dict(file.checkpoint.facts)
+            # A mesh may have fewer ranks than the run, but never more.
+            if "world size" in facts and (not worlds or int(facts["world size"]) > max(worlds)):
+                worlds.add(int(facts["world size"]))
+            if "rank" in facts and facts["rank"] != str(rank):
+                raise whole.mixed(f"{file.name} was saved by rank {facts['rank']}")
+        if len(worlds) > 1:
+            counts = " and ".join(f"{world:,}" for world in sorted(worlds))
+            raise whole.mixed(f"the files of {family or 'the ranks'} are of runs with {counts} ranks")
+        self.world = next(iter(worlds), 0)
+        ranks = [name.rank for name in names]
+        if len(set(ranks)) < len(ranks):
+            raise whole.mixed(f"several files of {family or 'the ranks'} are of the same rank")
+        self._missing = [rank for rank in range(min(self.world, MAX_RANKS)) if rank not in ranks]
+        self._family = family
+        self._lacking: list[str] = []
+        self._differing: list[str] = []
+        if not self._files:
+            raise UnmergedError(f"none of the files of {family or 'the ranks'} can be read")
+
+    def merge(self, steps: tuple[Key, ...]) -> None:
+        """Put the object of the first rank at a path of the whole, with whole tensors."""
+        first = self._files[0][1]
+        root, members = first.checkpoint.root, dict[int, dict[Key, object]]()
+        position = len(self._whole.tensors)
+        paths = dict.fromkeys(path for _, file in self._files for path in file.tensors)
+        if any(path and str(path[-1]).endswith(_FLAT) for path in paths):
+            why = "FSDP saved flat parameters (LOCAL_STATE_DICT), and the shapes of the weights are not in the files"
+            raise UnmergedError(f"{why}: only the model that saved them can load them")
+        for path in paths:
+            held = [(rank, file.tensors[path]) for rank, file in self._files if path in file.tensors]
+            tensor = self._merged(path, held)._replace(cls="")
+            if node_at(root, path, members) is not None:
+                self._whole.put((*steps, *path), tensor)
+                continue
+            other = next(file for _, file in self._files if path in file.tensors)
+            root, members = _with_branch(root, path, other.checkpoint.root), {}
+            self._whole.put_copy((*steps, *path), tensor)
+        self._compare_values()
+        self._whole.put_value(Value(steps, root, first.name, position), first.checkpoint.leaves)
+        self._tell()
+
+    def _merged(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> Tensor:
+        """A tensor of which the ranks have pieces, or each has all of it."""
+        name = "/".join(map(str, path))
+        rank, first = held[0]
+        for other, tensor in held[1:]:
+            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+                here, there = (f"{each.dtype} {list(each.shape)}" for each in (first, tensor))
+                raise self._whole.mixed(f"{name} is {here} on rank {rank}, {there} on rank {other}")
+        if any(tensor.kind == "subclass" and tensor.cls in ("DTensor", "ShardedTensor") for _, tensor in held):
+            raise UnmergedError(f"how {name} is divided among the ranks is not clear")
+        if all(tensor.kind != "sharded" for _, tensor in held):
+            self._compare_copies(path, held)
+            return first
+        # The parts of replicas are the same; empty ones say nothing.
+        parts: dict[tuple[object, ...], Tensor] = {}
+        for _, tensor in held:
+            whole = (tensor._replace(start=(0,) * len(tensor.shape)),)
+            for part in tensor.parts if tensor.kind == "sharded" else whole:
+                if part.numel:
+                    parts.setdefault((part.start, part.shape), part)
+        boxes = [Box(part.start or (), part.shape) for part in parts.values()]
+        lost = gaps(first.shape, boxes)
+        if sum(box.numel for box in (*boxes, *lost)) != first.numel:
+            raise self._whole.mixed(f"the pieces of {name} overlap")
+        if lost:
+            self._lacking.append(name)
+            self._whole.lack(name, f"{place_text(first.shape, lost)} in no file")
+        stride = contiguous(first.shape)
+        merged = first._replace(stride=stride, storage=None, offset=0, file_offset=None, kind="sharded")
+        return merged._replace(parts=tuple(parts.values()))
+
+    def _compare_copies(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> None:
+        """Compare what every rank has all of, as far as the checksums of the files tell."""
+        storages = self._whole.storages
+        sums: dict[tuple[object, ...], int] = {}
+        for rank, tensor in held:
+            storage = storages.get(tensor.storage or "")
+            if storage is not None and storage.crc32 is not None and tensor.kind == "strided":
+                sums.setdefault((storage.crc32, storage.nbytes, tensor.offset, tensor.stride), rank)
+        if len(sums) > 1:
+            self._differ(path, "", [*sums.values()])
+
+    def _compare_values(self) -> None:
+        """Compare what is no tensor: the first rank's is used."""
+        (first, file), *others = self._files
+        known = {leaf.path: leaf for leaf in file.checkpoint.leaves}
+        for rank, other in others:
+            for leaf in other.checkpoint.leaves:
+                same = known.get(leaf.path)
+                if same is None or (same.kind, same.text) != (leaf.kind, leaf.text):
+                    texts = f": {same.text[:40] if same else 'absent'} and {leaf.text[:40]}"
+                    self._differ(leaf.path, texts, [first, rank])
+
+    def _differ(self, path: tuple[Key, ...], texts: str, ranks: list[int]) -> None:
+        name = "/".join(map(str, path))
+        if path and path[-1] in _PROGRESS:
+            raise self._whole.mixed(f"{name} differs between rank {ranks[0]} and rank {ranks[1]}{texts}")
+        if name not in self._differing:
+            self._differing.append(name)
+
+    def _tell(self) -> None:
+        """Note what is missing and what differs."""
+        merger, words = self._merger, self._family or "the ranks"
+        if self._missing and (self._lacking or not any(map(_has_pieces, self._files))):
+            listed = join_names([str(rank) for rank in self._missing], 8)
+            detail = f"{words}: {len(self._missing):,} of {self.world:,} ranks: {listed}"
+            if self._lacking:
+                many = plural(len(self._lacking), "tensor")
+                detail += f"; {many} not complete: {join_names(self._lacking, _SHOWN)}"
+            merger.note("rank-missing", detail)
+        if self._differing:
+            names = join_names(self._differing, _SHOWN)
+            merger.note("rank-values", f"{words}: {plural(len(self._differing), 'value')}: {names}")
+        found = f"{len(self._files):,} of {self.world:,}" if self.world else f"{len(self._files):,}"
+        merger.facts.append((f"ranks of {self._family}" if self._family else "ranks", found))
+
+
+def _has_pieces(file: tuple[int, RankFile]) -> bool:
+    return any(tensor.kind == "sharded" for tensor in file[1].tensors.values())
+
+
+def _with_branch(root: object, path: tuple[Key, ...], other: object) -> object:
+    """An object with what another one has at a path: a rank of a pipeline has layers that the first one has not.
+
+    ``UnmergedError`` if there is no dictionary to put it into.
+    """
+    items = _items(root)
+    if items is None or not path:
+        raise UnmergedError(f"the objects of the ranks have different structures at {'/'.join(map(str, path))}")
+    here = node_at(root, path[:1], absent=_ABSENT)
+    there = node_at(other, path[:1])
+    if here is _ABSENT:
+        new = [*items, path[0], there]
+    else:
+        inner = _with_branch(here, path[1:], there)
+        new = [inner if at % 2 and items[at - 1] == path[0] else item for at, item in enumerate(items)]
+    if type(root) is Dict:
+        return Dict(new)
+    made = Call(root.callee, (), root.kind, root.position)  # type: ignore[attr-defined]
+    made.items, made.states = new, root.states  # type: ignore[attr-defined]
+    return made
+
+
+_ABSENT = object()
+
+
+def _items(node: object) -> list[object] | None:
+    """The keys and values of a plain or an ordered dictionary."""
+    if type(node) is Dict:
+        return node.items
+    return call_items(node) if type(node) is Call and called(node) == "collections.OrderedDict" else None

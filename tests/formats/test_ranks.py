@@ -1,0 +1,200 @@
+"""Folders of rank files: put together, or said why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests import forge
+from tests.each import each
+from tests.makers import codes
+from tests.rank_files import CASES, dtensor, mesh, named, placement, rank_file, whole, write_ranks
+
+import transload
+from transload import inspect
+from transload.errors import BrokenFileError, LoadError
+
+WHOLE = [case for case in CASES if case.name != "fsdp1-local"]
+
+
+def values(value: Any, path: tuple[object, ...] = ()) -> dict[tuple[object, ...], object]:
+    """What is in an object besides tensors."""
+    if isinstance(value, dict | list | tuple):
+        children = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: leaf for step, child in children for key, leaf in values(child, (*path, step)).items()}
+    return {} if hasattr(value, "dtype") else {path: value}
+
+
+def evidence(checkpoint: transload.Checkpoint, code: str) -> str:
+    return "; ".join(line for finding in checkpoint.findings if finding.code == code for line in finding.evidence)
+
+
+@each("case", WHOLE, ids=lambda case: f"{case.parent.name}/{case.name}")
+def test_the_files_of_all_ranks_load_as_the_object_that_one_process_would_save(case: Path) -> None:
+    torch = pytest.importorskip("torch")
+    expected, loaded = whole(case), transload.load(case)
+    assert [name for name, _ in named(loaded)] == [name for name, _ in named(expected)]
+    for (name, ours), (_, theirs) in zip(named(loaded), named(expected), strict=True):
+        assert type(ours) is torch.Tensor
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs), name
+    assert values(loaded) == values(expected)
+    checkpoint = inspect(case)
+    assert checkpoint.format == "rank-files"
+    assert checkpoint.integrity == "unchecked"
+    assert not [finding for finding in checkpoint.findings if finding.severity != "note"]
+
+
+def test_open_and_load_into_read_rank_files_of_any_world_size() -> None:
+    torch = pytest.importorskip("torch")
+    case = next(case for case in CASES if case.name == "fsdp2-tp" and "2.13" in case.parent.name)
+    expected = whole(case)
+    with transload.open(case) as handle:
+        assert torch.equal(handle["0.weight"], expected["0.weight"])
+        assert torch.equal(handle.slice("0.weight")[3:7, 1:], expected["0.weight"][3:7, 1:])
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 10), torch.nn.LayerNorm(10))
+    transload.load_into(model, case)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert transload.verify(case).ok
+
+
+def test_convert_writes_the_weights_and_everything_if_asked(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    case = next(case for case in CASES if case.name == "fsdp2")
+    expected = whole(case)
+    transload.convert(case, tmp_path / "weights.pt")
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert all(torch.equal(value, expected["model"][name]) for name, value in weights.items())
+    transload.convert(case, tmp_path / "all.pt", optimizer=True)
+    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert [name for name, _ in named(everything)] == [name for name, _ in named(expected)]
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(named(everything), named(expected), strict=True))
+    assert values(everything) == values(expected)
+
+
+@each(
+    "name",
+    ["rank{}.pt", "model_world_size_3_rank_{}.pt", "a.rank_{}.pth", "pytorch_model_fsdp_0_rank{}.bin", "m_{}.pt"],
+)
+def test_rank_files_are_known_by_their_names_and_content(name: str, tmp_path: Path) -> None:
+    write_ranks(tmp_path, 3, name, rows=7)
+    checkpoint = inspect(tmp_path)
+    assert checkpoint.format == "rank-files"
+    assert checkpoint.tensor("w").shape == (7, 2)
+    assert [part.start for part in checkpoint.tensor("w").parts] == [(0, 0), (3, 0), (6, 0)]
+
+
+def test_names_alone_make_no_rank_files(tmp_path: Path) -> None:
+    for rank in (8, 16):
+        (tmp_path / f"lora_rank_{rank}.pt").write_bytes(forge.checkpoint(forge.pickled(forge.state_dict())))
+    for epoch in (0, 1):
+        (tmp_path / f"epoch_{epoch}.pt").write_bytes(rank_file(0))
+    assert codes(inspect(tmp_path))[0] == "directory-unknown"
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    assert inspect(tmp_path).format == "safetensors"
+
+
+def test_families_of_files_are_a_dictionary(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for family in ("model", "optim"):
+        write_ranks(tmp_path, 2, family + "_world_size_2_rank_{}.pt", more={"lr": 3})
+    loaded = transload.load(tmp_path)
+    assert [*loaded] == ["model", "optim"]
+    assert loaded["optim"]["w"].tolist() == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert loaded["optim"]["lr"] == 3
+
+
+def test_a_missing_rank_is_named_with_the_rows_it_had(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    write_ranks(tmp_path, 3, rows=7, more={"plain": forge.tensor("2")}, storages={"2": bytes(16)})
+    (tmp_path / "model_rank_1.pt").unlink()
+    checkpoint = inspect(tmp_path)
+    assert checkpoint.integrity == "damaged"
+    assert "1 of 3 ranks: 1" in evidence(checkpoint, "rank-missing")
+    assert "w: rows 3 to 5 of 7 are in no file" in evidence(checkpoint, "dcp-piece-missing")
+    with pytest.raises(BrokenFileError, match="1 of 3 ranks: 1; 1 tensor not complete: w"):
+        transload.load(tmp_path)
+    with transload.open(tmp_path) as handle:
+        assert handle.slice("w")[:3].tolist() == [[0, 0], [1, 1], [2, 2]]
+        assert handle["plain"].shape == (4,)
+
+
+def test_a_missing_replica_is_not_missed(tmp_path: Path) -> None:
+    for rank in range(4):
+        local = forge.tensor("0", (2, 2), (2, 1))
+        grid = (placement("Replicate"), placement("Shard", dim=0))
+        body = forge.dictionary({"w": dtensor(local, (4, 2), grid, mesh((2, 2), (rank // 2, rank % 2)))})
+        (tmp_path / f"rank_{rank}.pt").write_bytes(forge.checkpoint(forge.pickled(body), {"0": bytes(16), "1": b""}))
+    assert len(inspect(tmp_path).tensor("w").parts) == 2
+    (tmp_path / "rank_3.pt").unlink()
+    assert inspect(tmp_path).integrity == "unchecked"
+    (tmp_path / "rank_1.pt").unlink()
+    assert inspect(tmp_path).integrity == "damaged"
+
+
+def test_files_that_do_not_belong_together_are_not_merged(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for name, changes, expected in (
+        ("two runs", {1: rank_file(1, 3, rows=4)}, "2 and 3 ranks"),
+        ("another shape", {1: rank_file(1, rows=6)}, "w is float32 [4, 2] on rank 0, float32 [6, 2] on rank 1"),
+        ("a rank twice", {1: rank_file(0)}, "was saved by rank 0"),
+        ("another step", {0: rank_file(0, more={"step": 7}), 1: rank_file(1, more={"step": 8})}, "step differs"),
+    ):
+        folder = tmp_path / name
+        write_ranks(folder)
+        for rank, data in changes.items():
+            (folder / f"model_rank_{rank}.pt").write_bytes(data)
+        checkpoint = inspect(folder)
+        assert expected in evidence(checkpoint, "ranks-differ"), name
+        assert {tensor.path[0] for tensor in checkpoint.tensors} == {"model_rank_0.pt", "model_rank_1.pt"}
+        with pytest.raises(BrokenFileError, match="do not belong together"):
+            transload.load(folder)
+
+
+def test_what_differs_between_ranks_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for rank in range(2):
+        more = {"rng": rank, "lr": 1, "own": forge.tensor("2", (1,), numel=1)}
+        data = rank_file(rank, more=more, storages={"2": bytes([rank, 0, 0, 0])})
+        (tmp_path / f"rank_{rank}.pt").write_bytes(data)
+    assert "2 values: own, rng" in evidence(inspect(tmp_path), "rank-values")
+    assert transload.load(tmp_path)["rng"] == 0
+
+
+def test_a_rank_of_a_pipeline_adds_what_only_it_has(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for rank in range(2):
+        inner = forge.ordered({f"layer{rank}": forge.tensor("0", (2,)), "both": forge.tensor("0", (1,))})
+        (tmp_path / f"rank_{rank}.pt").write_bytes(rank_file(rank, more={"model": inner}))
+    loaded = transload.load(tmp_path)
+    assert [*loaded["model"]] == ["layer0", "both", "layer1"]
+    assert torch.equal(loaded["model"]["layer1"], torch.tensor([2.0, 2.0]))
+    transload.convert(tmp_path, tmp_path / "new.pt", key="")
+    assert [*torch.load(tmp_path / "new.pt", weights_only=True)] == ["layer0", "both", "layer1"]
+
+
+def test_what_cannot_be_put_together_is_refused_with_the_reason(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    flat = next(case for case in CASES if case.name == "fsdp1-local")
+    with pytest.raises(LoadError, match="flat parameters"):
+        transload.load(flat)
+    for rank in range(2):
+        body = dtensor(forge.tensor("0", (2, 2), (2, 1)), (2, 2), (placement("Partial"),), mesh((2,), (rank,)))
+        data = forge.checkpoint(forge.pickled(forge.dictionary({"s": body})), {"0": bytes(16), "1": b""})
+        (tmp_path / f"model_world_size_2_rank_{rank}.pt").write_bytes(data)
+    assert "summand" in evidence(inspect(tmp_path), "piece-unplaced")
+    with pytest.raises(LoadError, match="how s is divided among the ranks is not clear"):
+        transload.load(tmp_path)
+
+
+def test_a_truncated_rank_leaves_the_rows_of_the_others(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    write_ranks(tmp_path)
+    cut = tmp_path / "model_rank_1.pt"
+    for share in range(1, 8):
+        cut.write_bytes(rank_file(1)[: len(rank_file(1)) * share // 8])
+        checkpoint = inspect(tmp_path)
+        assert checkpoint.integrity in ("damaged", "repairable"), share
+        with pytest.raises(BrokenFileError):
+            transload.load(tmp_path)
