@@ -18,6 +18,7 @@ from transload.loading import load
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
 from transload.opening import inspect
+from transload.rescuing import rescue
 from transload.verifying import verify
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
@@ -216,6 +217,17 @@ def test_missing_rank_names_the_rows(cases: Path, name: str, tmp_path: Path) -> 
     assert lost["module/b.weight"].startswith("it has 5 rows, and these are missing or not complete: ")
     with pytest.raises(BrokenFileError, match="ranks: 1"):
         load(folder)
+
+
+def test_rescue_keeps_what_other_ranks_have(cases: Path, tmp_path: Path) -> None:
+    folder = changed(cases, "stage2-fp16", tmp_path)
+    next(folder.glob("*zero_pp_rank_2_*_optim_states.pt")).unlink()
+    rescue(folder, tmp_path / "rest.pt")
+    rest, whole = torch.load(tmp_path / "rest.pt", weights_only=True), load(cases / "stage2-fp16")
+    assert torch.equal(rest["module"]["embed.weight"], whole["module"]["embed.weight"])
+    kept = rest["optimizer"]["state"]["embed.weight"]
+    assert torch.equal(kept["exp_avg"], whole["optimizer"]["state"]["embed.weight"]["exp_avg"])
+    assert (rest["epoch"], rest["module"]["ids"].tolist()) == (3, [2**40 + 1, 7])
 
 
 def test_rank_files_that_do_not_belong_together(cases: Path, tmp_path: Path) -> None:
