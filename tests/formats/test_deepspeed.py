@@ -271,7 +271,7 @@ def test_tensor_parallel_slices_are_not_merged(cases: Path, tmp_path: Path) -> N
     checkpoint = inspect(folder)
     (problem,) = checkpoint.problems
     assert problem.code == "ranks-unmerged"
-    assert "2 tensor-parallel ranks have slices of each parameter" in problem.detail
+    assert "tensor-parallel ranks have slices of each parameter" in problem.detail
     with pytest.raises(LoadError, match="cannot be put together"):
         load(folder)
     result = convert(folder, tmp_path / "ranks.safetensors")
@@ -318,7 +318,7 @@ def test_stages_of_a_pipeline_have_different_parameters(tmp_path: Path) -> None:
         halves = [{"single_partition_of_fp32_groups": [half], "partition_count": [2]} for half in flat.split(4)]
         save_ranks(tmp_path / STEP, model, *halves, mp=stage)
         layer = {"weight": torch.zeros(2, 3, dtype=torch.bfloat16), "mean": torch.full((3,), float(stage))}
-        torch.save(layer, tmp_path / STEP / f"layer_{stage:02d}-model_00-model_states.pt")
+        torch.save(layer, tmp_path / STEP / f"layer_{stage:02d}-model_states.pt")
     module = load(tmp_path)["module"]
     assert module["1.weight"].tolist() == [[10, 11, 12], [13, 14, 15]]
     assert module["0.mean"].tolist() == [0, 0, 0]
@@ -327,32 +327,60 @@ def test_stages_of_a_pipeline_have_different_parameters(tmp_path: Path) -> None:
 
 
 def test_layers_of_a_pipeline_without_zero(tmp_path: Path) -> None:
-    save_ranks(tmp_path / STEP, {"module": None, "param_shapes": None, "optimizer": {"lr": 0.5}})
+    for stage in range(2):
+        content = {"module": None, "param_shapes": None, "optimizer": {"lr": 0.5 + stage}}
+        save_ranks(tmp_path / STEP, content, mp=stage)
     torch.save({"weight": torch.ones(2)}, tmp_path / STEP / "layer_03-model_00-model_states.pt")
     loaded = load(tmp_path)
     assert (loaded["module"]["3.weight"].tolist(), loaded["optimizer"]) == ([1, 1], {"lr": 0.5})
+    assert loaded["optimizer of mp_rank_01"] == {"lr": 1.5}
+    torch.save({"weight": torch.ones(2)}, tmp_path / STEP / "layer_03-model_01-model_states.pt")
+    with pytest.raises(LoadError, match=r"tensor-parallel ranks have slices of each parameter.*: 3\.weight"):
+        load(tmp_path)
 
 
-def test_experts_come_from_their_own_files(tmp_path: Path) -> None:
-    shapes = [{"fc": torch.Size([4])}, {"moe.experts.0.w": torch.Size([2])}]
+def test_model_without_zero_that_is_split_is_not_merged(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_ranks(tmp_path / STEP, {"module": {"w": torch.ones(2)}, "param_shapes": None}, mp=rank)
+    with pytest.raises(LoadError, match="tensor-parallel"):
+        load(tmp_path)
+
+
+def test_each_set_of_ranks_has_a_vector_for_its_experts(tmp_path: Path) -> None:
+    prefix = "moe.deepspeed_moe.experts.deepspeed_experts"
+    shapes = [{"fc": torch.Size([4])}, {f"{prefix}.0.w": torch.Size([3])}]
     model = {"module": {"fc": torch.zeros(4)}, "param_shapes": shapes, "buffer_names": []}
     flat = "single_partition_of_fp32_groups"
-    ranks = [{flat: [torch.arange(2.0) + 2 * rank, torch.ones(2)], "partition_count": [2, 1]} for rank in range(2)]
+    # Four ranks, two experts: ranks 0 and 2 have the first, 1 and 3 the second.
+    runs = [[0.0, 1.0], [10.0, 11.0], [2.0], [12.0]]
+    ranks = [
+        {flat: [torch.tensor([float(rank)]), torch.tensor(run)], "partition_count": [4, 2]}
+        for rank, run in enumerate(runs)
+    ]
     save_ranks(tmp_path / STEP, model, *ranks)
     with pytest.raises(LoadError, match="experts"):
         load(tmp_path)
+    torch.save({"optimizer": 5}, tmp_path / STEP / "expp_rank_0_mp_rank_00_optim_states.pt")
     for expert in range(2):
         path = tmp_path / STEP / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt"
-        torch.save({f"moe.experts.{expert}.w": torch.full((2,), float(expert))}, path)
-    torch.save({"optimizer": None}, tmp_path / STEP / "expp_rank_0_mp_rank_00_optim_states.pt")
-    checkpoint = inspect(tmp_path)
-    assert "experts" in dict(checkpoint.facts)["not merged"]
-    module = load(tmp_path)["module"]
-    assert {name: tensor.tolist() for name, tensor in module.items()} == {
+        torch.save({f"{prefix}.{expert}.w": torch.zeros(3, dtype=torch.bfloat16)}, path)
+    loaded = load(tmp_path)
+    assert {name: tensor.tolist() for name, tensor in loaded["module"].items()} == {
         "fc": [0, 1, 2, 3],
-        "moe.experts.0.w": [0, 0],
-        "moe.experts.1.w": [1, 1],
+        f"{prefix}.0.w": [0, 1, 2],
+        f"{prefix}.1.w": [10, 11, 12],
     }
+    assert loaded["optimizer of experts"] == {"expp_rank_0_mp_rank_00_optim_states.pt": {"optimizer": 5}}
+    # A file does not confirm the name of an expert: its weights are taken from the files as they are.
+    torch.save({"expert": torch.ones(3)}, tmp_path / STEP / "layer_0_expert_1_mp_rank_00_model_states.pt")
+    assert "experts" in dict(inspect(tmp_path).facts)["not merged"]
+    assert load(tmp_path)["module"]["expert"].tolist() == [1, 1, 1]
+
+
+def test_values_of_other_ranks_that_differ_are_named(cases: Path, tmp_path: Path) -> None:
+    folder = changed(cases, "stage3-bf16", tmp_path)
+    rewrite(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda content: content.update(epoch=4))
+    assert dict(inspect(folder).facts)["values"] == "those of the first rank; others differ in epoch"
 
 
 def test_each_set_of_ranks_of_mics_has_everything(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transload.formats.sets.pieces import (
     Vector,
     assembled,
     entries,
+    leaves_of,
     list_of,
     number_of,
     plain,
@@ -41,11 +42,13 @@ _FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("model states", re.compile(r"mp_rank_(?P<mp>\d{1,6})_model_states\.pt")),
     ("expert", re.compile(r"(?:layer_\d{1,6}_)?expert_\d{1,6}_mp_rank_(?P<mp>\d{1,6})_(?:model|optim)_states\.pt")),
     ("expert optimizer", re.compile(r"expp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_optim_states\.pt")),
-    ("layer", re.compile(r"layer_(?P<layer>\d{1,6})-model_(?P<mp>\d{1,6})-model_states\.pt")),
+    ("layer", re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<mp>\d{1,6}))?-model_states\.pt")),
 )
 _OPTIMIZER = "optimizer_state_dict"
 _FROZEN = "frozen_param_fragments"
 _CLASSES = ("deepspeed.",)
+_EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)\d{1,6}(?=\.)")
+_SLICES = "tensor-parallel ranks have slices of each parameter, and no file says of which dimension"
 # What the files have about the partition of their own rank, which means nothing in the whole.
 _OF_A_RANK = frozenset(
     {
@@ -59,6 +62,9 @@ _OF_A_RANK = frozenset(
         *("param_groups", "param_slice_mappings", "partition_count", "single_partition_of_fp32_groups", "zero_stage"),
     }
 )
+
+
+_ONCE = frozenset({"module", "shared_params", _FROZEN})
 
 
 def matches(listing: Listing) -> bool:
@@ -168,24 +174,17 @@ def _compose(whole: Composition, files: list[tuple[_Place, RankFile]]) -> None:
     numbers = sorted(models)[:1] if universal else sorted(models)  # which are merged there
     stages = [_Stage(whole, models[mp], optimizers.get(mp, {})) for mp in numbers]
     first = stages[0]
-    layers = _layers(files)
-    experts = {
-        str(path[0]): tensor
-        for place, file in files
-        if place.kind == "expert" and place.name.endswith("model_states.pt")
-        for path, tensor in file.tensors.items()
-        if len(path) == 1
-    }
+    if any(list_of(stage.model.root.get("ds_autoep_layers")) for stage in stages) and not universal:
+        raise UnmergedError("AutoEP has split its experts in a way that only ds_to_universal joins")
+    layers = _by_name([(f"{place.layer}.", file) for place, file in files if place.kind == "layer"])
+    experts = _by_name([("", file) for place, file in files if place.kind == "expert" and "_model_" in place.name])
     for stage in stages:
-        stage.gather({**layers, **experts}, universal, alone=len(models) == 1)
+        stage.gather({**layers, **experts}, universal, alone=not universal or len(models) == 1)
     # Files of several model-parallel ranks are the stages of a pipeline, which have different parameters, except for
     # tied ones; or each has a slice of every parameter.
     names = Counter(name for stage in stages for name in stage.module if not name.startswith("tied_modules."))
     if len(stages) > 1 and (repeated := [name for name, count in names.items() if count > 1]):
-        why = (
-            f"{len(stages):,} tensor-parallel ranks have slices of each parameter, and no file says of which dimension"
-        )
-        raise UnmergedError(f"{why}: {join_names(repeated, 3)}")
+        raise UnmergedError(f"{_SLICES}: {join_names(repeated, 3)}")
     module: dict[str, Tensor] = {}
     for stage in stages:
         module |= {name: tensor for name, tensor in stage.module.items() if name not in module}
@@ -200,6 +199,12 @@ def _compose(whole: Composition, files: list[tuple[_Place, RankFile]]) -> None:
         [name for stage in stages for group in stage.groups[at : at + 1] for name in group] for at in range(count)
     ]
     first.add_values(groups)
+    for number, stage in zip(numbers[1:], stages[1:], strict=True):
+        if not optimizers and stage.model.root.get("optimizer") is not None:
+            whole.put_node((f"optimizer of mp_rank_{number:02d}",), stage.model, ("optimizer",))
+    for place, file in files:
+        if place.kind == "expert optimizer":
+            whole.put_node(("optimizer of experts", place.name), file, ())
     whole.finish()
 
 
@@ -219,15 +224,14 @@ def _universal(whole: Composition) -> dict[str, dict[str, RankFile]]:
     return found
 
 
-def _layers(files: list[tuple[_Place, RankFile]]) -> dict[str, Tensor]:
-    """The weights of the layers of a pipeline, which each have a file."""
-    layers = sorted(((place.layer, file) for place, file in files if place.kind == "layer"), key=lambda each: each[0])
-    return {
-        f"{layer}.{path[0]}": tensor
-        for layer, file in layers
-        for path, tensor in file.tensors.items()
-        if len(path) == 1
-    }
+def _by_name(files: list[tuple[str, RankFile]]) -> dict[str, Tensor]:
+    """The weights of layers or experts that have files of their own, with the given prefix."""
+    found: dict[str, Tensor] = {}
+    for prefix, file in sorted(files, key=lambda each: each[1].name):
+        for path, tensor in file.tensors.items():
+            if len(path) == 1 and found.setdefault(f"{prefix}{path[0]}", tensor) is not tensor:
+                raise UnmergedError(f"{_SLICES}: {prefix}{path[0]}")
+    return found
 
 
 _State = Tensor | tuple[RankFile, tuple[Key, ...]]
@@ -252,10 +256,10 @@ class _Stage:
     def __init__(self, whole: Composition, models: dict[int, RankFile], optimizers: dict[int, RankFile]) -> None:
         self._whole = whole
         self._models, self._optimizers = models, optimizers
-        self._model = next(iter(models.values()))
+        self.model = next(iter(models.values()))
         self._settings = _settings(next(iter(optimizers.values()))) if optimizers else {}
         self._world = _partitions(self._settings)
-        listed = list_of(self._model.root.get("param_shapes"))
+        listed = list_of(self.model.root.get("param_shapes"))
         self.groups = [{str(name): shape_of(shape) for name, shape in entries(group).items()} for group in listed]
         self.module: dict[str, Tensor] = {}
         self.states: dict[str, dict[Key, _State]] = {}
@@ -276,7 +280,7 @@ class _Stage:
         ``universal`` are the files of parameters that have several each. ``alone`` is whether there are no other files
         of the model, so that what is in this one is whole.
         """
-        model, module = self._model, self.module
+        model, module = self.model, self.module
         for name in list_of(model.root.get("buffer_names")):
             tensor = model.tensors.get(("module", str(name))) or elsewhere.get(str(name))
             if tensor is not None:
@@ -303,9 +307,9 @@ class _Stage:
     def _add_frozen(self, elsewhere: dict[str, Tensor]) -> None:
         """Add the parameters that are not trained: each rank has all of them, or a run of each (stage 3)."""
         world = self._world or max(self._models) + 1
-        for key, node in entries(self._model.root.get("frozen_param_shapes")).items():
+        for key, node in entries(self.model.root.get("frozen_param_shapes")).items():
             name, shape = str(key), shape_of(node)
-            tensor = self._model.tensors.get((_FROZEN, key)) or elsewhere.get(name)
+            tensor = self.model.tensors.get((_FROZEN, key)) or elsewhere.get(name)
             if tensor is None:
                 continue  # it was left out of the checkpoint
             if tensor.shape == shape:
@@ -328,8 +332,8 @@ class _Stage:
         common = universal.get("", {}).get("")
         self._common = (common, (), ("param_groups",)) if common is not None else None
         shapes = {name: shape for group in self.groups for name, shape in group.items()}
-        known = {*self.module, *map(str, entries(self._model.root.get("shared_params")))}
-        known |= {str(path[1]) for path in self._model.tensors if path[0] == "module" and len(path) == 2}
+        known = {*self.module, *map(str, entries(self.model.root.get("shared_params")))}
+        known |= {str(path[1]) for path in self.model.tensors if path[0] == "module" and len(path) == 2}
         for name in [*shapes, *(name for name in universal if name and name not in known and name not in shapes)]:
             for key, file in universal.get(name, {}).items():
                 tensor = file.tensors.get(()) or file.tensors.get(("param",))
@@ -399,37 +403,72 @@ class _Stage:
         if vectors != len(self.groups):
             raise UnmergedError(f"there are {plural(len(self.groups), 'group')} of parameters, and {vectors} vectors")
         for number, shapes in enumerate(self.groups):
-            if type(counts) is list and counts[number : number + 1] != [self._world]:
-                # Each rank has a vector for its own experts; the list has the names of those of the first rank.
-                if not elsewhere:
-                    raise UnmergedError("its experts are in the vectors of some ranks, and have no files of their own")
-                self._whole.merger.facts.append(("not merged", f"optimizer states of experts, group {number}"))
-                continue
-            ranks = {rank: self._group(file, (_OPTIMIZER, flat, number)) for rank, file in self._optimizers.items()}
-            begins, end = _begins({rank: group.weights.numel for rank, group in ranks.items()}, self._world)
-            first = next(iter(ranks.values()))
-            weights, states = Vector(), {key: Vector() for key in first.runs}
-            for rank, group in ranks.items():
-                weights.add(begins[rank], group.weights)
-                for key in states.keys() & group.runs.keys():
-                    states[key].add(begins[rank], group.runs[key])
             skipped = list_of(paddings)[number : number + 1] or [[0] * len(shapes)]
             if len(list_of(skipped[0])) != len(shapes):
                 raise UnmergedError(f"group {number} has paddings for another number of parameters")
-            at = 0
-            for (name, shape), padding in zip(shapes.items(), list_of(skipped[0]), strict=True):
-                size = prod(shape)
-                self._add(name, shape, weights.cut(at, size), {key: states[key].cut(at, size) for key in states}, first)
-                at += size + (number_of(padding) or 0)
-            # Padding follows, to a multiple of twice the number of ranks.
-            align = 2 * self._world
-            if end is not None and -(-at // align) != -(-end // align):
-                why = f"the parameters of group {number} have {at:,} elements, the vectors of the ranks {end:,}"
-                raise self._whole.mixed(why)
+            numbers = [number_of(padding) or 0 for padding in list_of(skipped[0])]
+            count = counts[number] if type(counts) is list and number < len(counts) else self._world
+            if count == self._world:
+                self._add_vector(number, range(self._world), shapes, numbers)
+                continue
+            # Experts: each of several sets of ranks has a vector, and the list has the names of the first set.
+            named = self._experts(shapes, count, elsewhere)
+            if not elsewhere:
+                raise UnmergedError("its experts are in the vectors of some ranks, and have no files of their own")
+            if not named:
+                self._whole.merger.facts.append(("not merged", f"optimizer states of experts, group {number}"))
+                continue
+            for each, names in named:
+                self._add_vector(number, each, names, numbers)
+            self.groups[number] = {name: shape for _, names in named for name, shape in names.items()}
+
+    def _experts(
+        self, shapes: dict[str, tuple[int, ...]], count: object, elsewhere: dict[str, Tensor]
+    ) -> list[tuple[range, dict[str, tuple[int, ...]]]]:
+        """The ranks of each set, and the names and shapes of its experts; empty if the files do not confirm them."""
+        if type(count) is not int or count < 1 or self._world % count or not all(map(_EXPERT.search, shapes)):
+            return []
+        sets = self._world // count
+        local = 1 + max(int(match[0]) for match in map(_EXPERT.search, shapes) if match)
+        data_first = entries(self.model.root.get("ds_config")).get("use_data_before_expert_parallelism") is True
+        named = []
+        for at in range(sets):
+            ranks = range(at * count, (at + 1) * count) if data_first else range(at, self._world, sets)
+            names = {
+                _EXPERT.sub(lambda match, at=at: str(int(match[0]) + at * local), name): shape  # type: ignore[misc]
+                for name, shape in shapes.items()
+            }
+            if any(elsewhere[name].shape != shape if name in elsewhere else True for name, shape in names.items()):
+                return []
+            named.append((ranks, names))
+        return named
+
+    def _add_vector(self, number: int, members: range, shapes: dict[str, tuple[int, ...]], skipped: list[int]) -> None:
+        """Add the parameters of a group: some ranks have runs of the vector; padding follows each parameter."""
+        files = {at: self._optimizers[rank] for at, rank in enumerate(members) if rank in self._optimizers}
+        flat = "single_partition_of_fp32_groups"
+        ranks = {at: self._group(file, (_OPTIMIZER, flat, number)) for at, file in files.items()}
+        begins, end = _begins({rank: group.weights.numel for rank, group in ranks.items()}, len(members))
+        first = next(iter(ranks.values()))
+        weights, states = Vector(), {key: Vector() for key in first.runs}
+        for rank, group in ranks.items():
+            weights.add(begins[rank], group.weights)
+            for key in states.keys() & group.runs.keys():
+                states[key].add(begins[rank], group.runs[key])
+        at = 0
+        for (name, shape), padding in zip(shapes.items(), skipped, strict=True):
+            size = prod(shape)
+            self._add(name, shape, weights.cut(at, size), {key: states[key].cut(at, size) for key in states}, first)
+            at += size + padding
+        # More padding follows, to a multiple of twice the number of ranks.
+        align = 2 * len(members)
+        if end is not None and -(-at // align) != -(-end // align):
+            why = f"the parameters of group {number} have {at:,} elements, the vectors of the ranks {end:,}"
+            raise self._whole.mixed(why)
 
     def _add_partitioned(self) -> None:
         """Add the parameters of stage 3: each rank has a run of each parameter, in vectors of limited size."""
-        config = entries(entries(self._model.root.get("ds_config")).get("zero_optimization"))
+        config = entries(entries(self.model.root.get("ds_config")).get("zero_optimization"))
         shards = number_of(config.get("mics_shard_size")) or 0
         world = shards if 0 < shards <= self._world else self._world  # MiCS: each set of so many ranks has all
         files = {rank: file for rank, file in self._optimizers.items() if rank < world}
@@ -488,7 +527,7 @@ class _Stage:
 
     def add_values(self, groups: list[list[str]]) -> None:
         """Put everything else into the object; ``groups`` are the names of the parameters in each group."""
-        whole, model = self._whole, self._model
+        whole, model = self._whole, self.model
         if self._common is not None:
             file, settings, listed_at = self._common
             for number, node in enumerate(list_of(file.at(listed_at))):
@@ -504,6 +543,12 @@ class _Stage:
         for key in entries(model.root.get("module")):
             if ("module", key) not in model.tensors:
                 whole.put_node(("module", key), model, ("module", key))
+        others = [leaves_of(file, _ONCE) for file in self._models.values()]
+        if any(other != others[0] for other in others):
+            keys = {str(path[0]) for other in others for path, _ in other.symmetric_difference(others[0])}
+            whole.merger.facts.append(
+                ("values", f"those of the first rank; others differ in {join_names(sorted(keys), 4)}")
+            )
         for key, node in model.root.items():
             if key not in ("module", _FROZEN) and not (key == "optimizer" and self._common is not None):
                 whole.put_node((key,), model, (key,), plain(node, _CLASSES))

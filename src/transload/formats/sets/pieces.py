@@ -167,6 +167,11 @@ def entries(node: object) -> dict[Key, object]:
     return {short_key(key): child for key, child in members_of(node)} if type(node) in (Dict, Call) else {}
 
 
+def leaves_of(file: RankFile, without: frozenset[str]) -> set[tuple[tuple[Key, ...], str]]:
+    """The values in a file by path, as text, except for those below some keys."""
+    return {(leaf.path, leaf.text) for leaf in file.checkpoint.leaves if leaf.path and leaf.path[0] not in without}
+
+
 def list_of(node: object) -> list[Any]:
     """A list or tuple; empty for anything else."""
     return [*node] if isinstance(node, list | tuple) else []
