@@ -146,8 +146,11 @@ class Task(NamedTuple):
 
     def targets(self, target: torch.Tensor) -> list[torch.Tensor]:
         """Where to read each of them to, in the parameter or the one in its place."""
-        parts, local = self.slots[0].parts, local_tensor(target)
-        return [local] if parts is None or self.part else [part.of(local) for part in parts]
+        parts = self.slots[0].parts
+        if parts is None:
+            return [target]
+        local = local_tensor(target)
+        return [local] if self.part else [part.of(local) for part in parts]
 
 
 class Comparison:

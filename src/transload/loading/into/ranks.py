@@ -86,7 +86,8 @@ class Ranks:
         except RuntimeError as failure:
             if error is not None:
                 return  # which says more
-            raise LoadError(f"the other ranks did not answer: {failure}") from failure
+            fix = f"{'The model is filled' if self.is_writing else 'Nothing was written to the model'} on this rank."
+            raise LoadError(f"the other ranks did not answer: {failure}", fix=fix) from failure
         failed = {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error}
         if error is not None:
             if isinstance(error, TransloadError):
@@ -142,13 +143,16 @@ def _groups(model: torch.nn.Module, process_group: Any) -> list[Any]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     groups: dict[frozenset[int], list[Any]] = {}
-    classes = dtensor_classes()
+    everywhere = frozenset(range(dist.get_world_size()))
     if process_group is not None:
         groups[frozenset(dist.get_process_group_ranks(process_group))] = [process_group]
-    else:
+    elif len(everywhere) > 1:
+        classes = dtensor_classes()
         for module in model.modules():
             tensors = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - those of the wrappers, too
             for mesh in {tensor.device_mesh for tensor in tensors if isinstance(tensor, classes)}:
+                if mesh.size() == len(everywhere):
+                    return [dist.group.WORLD]
                 ranks = frozenset(mesh.mesh.flatten().tolist())
                 if ranks not in groups and dist.get_rank() in ranks:
                     groups[ranks] = [_dim_group(mesh, dim) for dim in range(mesh.mesh.ndim)]
@@ -157,9 +161,8 @@ def _groups(model: torch.nn.Module, process_group: Any) -> list[Any]:
                 used = [group for group in every if group is not None]
                 ranks = frozenset(rank for group in used for rank in dist.get_process_group_ranks(group))
                 groups.setdefault(ranks, used)
-        everywhere = frozenset(range(dist.get_world_size()))
         if groups and frozenset().union(*groups) == everywhere:
-            groups = {everywhere: [dist.group.WORLD]}
+            return [dist.group.WORLD]
     largest = max(groups, key=len, default=frozenset())
     return groups[largest] if len(largest) > 1 else []
 

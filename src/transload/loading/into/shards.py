@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
         """The elements in this rank's tensor, in the shape of the box."""
-        return local[self.into.slices].view(self.box.shape)
+        return local if local.shape == self.box.shape else local[self.into.slices].view(self.box.shape)
 
 
 class FlatPart(NamedTuple):
@@ -55,14 +55,9 @@ def dtensor_classes() -> tuple[Any, ...]:
     return tuple(kind for kind in kinds if kind is not None)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Any) -> torch.Tensor:
     """The tensor in this rank's memory: of a DTensor, its shard; else the tensor itself."""
-    import torch
-
-    if not isinstance(tensor, dtensor_classes()):
-        return tensor
-    with torch.no_grad():
-        local: torch.Tensor = tensor.to_local()
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # to_local() would take ten times as long
     return local
 
 
@@ -94,7 +89,7 @@ def parts_of(tensor: Any, key: str) -> tuple[Part, ...]:
 def meta_devices(model: torch.nn.Module) -> dict[int, str]:
     """Where the tensors of a sharded model that are on the meta device belong, by their ids."""
     classes = dtensor_classes()
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers()] if classes else []
     kinds = [str(each.device_mesh.device_type) for each in tensors if isinstance(each, classes)]
     if not kinds or not any(each.is_meta for each in tensors):
         return {}
@@ -125,9 +120,14 @@ def gathers(hook: Any) -> bool:
     return _is_wrapping(hook) and getattr(hook, "__name__", "") == "_post_load_state_dict_hook"
 
 
+def _wrapped_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Every module, if FSDP was imported; else none has anything to do with it."""
+    yield from model.modules() if "torch.distributed.fsdp" in sys.modules else ()
+
+
 def _handles(model: torch.nn.Module) -> Iterator[Any]:
     """The flat parameters of FSDP1."""
-    for module in model.modules():
+    for module in _wrapped_modules(model):
         handle = vars(module).get("_handle")
         if handle is not None and hasattr(handle, "flat_param"):
             yield handle
@@ -138,7 +138,7 @@ def reshard(model: torch.nn.Module) -> None:
 
     ``LoadError`` if they are in use.
     """
-    for module in model.modules():
+    for module in _wrapped_modules(model):
         for hook in module._load_state_dict_pre_hooks.values():  # noqa: SLF001 - as load_state_dict calls them
             if _is_wrapping(hook) and hook.hook.__name__ == "to_sharded_hook":  # of FSDP2; it takes anything
                 hook({}, "", {}, True, [], [], [])
