@@ -24,13 +24,22 @@ Key = str | int
 """A component of a path: a dictionary key, an attribute name, or an index. Other keys appear as text."""
 
 
+class Item(NamedTuple):
+    """Bytes of a file that are a checkpoint of their own; ``packed`` is how they are encoded, if they are."""
+
+    offset: int
+    length: int
+    packed: str = ""
+
+
 class Storage(NamedTuple):
     """Bytes that one or more tensors are views of, tagged with the device they were saved from.
 
     ``id`` is unique in the checkpoint; ``key`` is its name in the file. ``nbytes`` is the size that the index states,
     ``stored`` how many of these bytes the file really has. ``offset`` is the absolute position of the first byte in
     ``file``; ``None`` if there is none (a missing or compressed record, or the meta device). ``tensors`` are the names
-    of the tensors; more than one means that they share memory.
+    of the tensors; more than one means that they share memory. ``item`` is what its only tensor is in, if that was not
+    opened: then where its bytes are, and in which order, is not known before ``ElementReader.located`` opens it.
     """
 
     id: str
@@ -46,10 +55,11 @@ class Storage(NamedTuple):
     compressed: bool = False
     big_endian: bool = False
     tensors: tuple[str, ...] = ()
+    item: Item | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        *first, crc32, compressed, big_endian, tensors = self
+        *first, crc32, compressed, big_endian, tensors, _ = self
         return {
             **dict(zip(self._fields, first, strict=False)),
             "crc32": None if crc32 is None else f"{crc32:08x}",

@@ -26,6 +26,7 @@ from transload.formats import read_source, sets
 from transload.formats.sets.merger import Merger
 from transload.io.folder import MAX_ENTRIES, Folder, Listing, folder_of, relative_path
 from transload.io.sources import BytesSource, FileSource, Source
+from transload.loading import load
 from transload.opening import inspect
 from transload.opening import inspect as read
 
@@ -503,19 +504,22 @@ class TestDcp:
         assert "crc-mismatch" in codes(read_dir(dcp, verify=True))
         assert read_dir(dcp, verify=True).checksummed is False
 
-    def test_safetensors_serialization_is_reported_as_unreadable(self, tmp_path: Path) -> None:
+    def test_safetensors_serialization_is_read(self, tmp_path: Path) -> None:
         pytest.importorskip("safetensors")
         filesystem = pytest.importorskip("torch.distributed.checkpoint.filesystem")
         if not hasattr(filesystem, "SerializationFormat"):
             pytest.skip("needs a newer torch")
         form = filesystem.SerializationFormat.SAFETENSORS
-        writer = filesystem.FileSystemWriter(tmp_path / "s", serialization_format=form)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.distributed.checkpoint.save({"w": torch.ones(3), "n": 1}, storage_writer=writer, no_dist=True)
-        checkpoint = read_dir(tmp_path / "s")
-        assert codes(checkpoint) == ["dcp-piece-missing", "dcp-transformed"]
-        assert checkpoint.tensor("w").shape == (3,)
+        for number, state in enumerate(({"w": torch.arange(3.0), "v": torch.ones(2, 2)}, {"w": torch.ones(3), "n": 1})):
+            writer = filesystem.FileSystemWriter(tmp_path / f"s{number}", serialization_format=form)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
+            assert codes(read_dir(tmp_path / f"s{number}")) == []
+            loaded = load(tmp_path / f"s{number}")
+            assert {name: torch.as_tensor(value).tolist() for name, value in loaded.items()} == {
+                name: torch.as_tensor(value).tolist() for name, value in state.items()
+            }
 
     def test_lightning_directory(self, dcp: Path) -> None:
         torch.save({"epoch": 3}, dcp / "meta.pt")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import sys
+import types
+import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,10 @@ from tests.each import each
 from tests.loading.equal import assert_same
 from tests.release import RELEASE
 
-from transload.errors import BrokenFileError, UnsafeError
+from transload.converting import convert
+from transload.errors import BrokenFileError, FileWarning, LoadError, UnsafeError
+from transload.formats import sets
+from transload.io.sources import FileSource
 from transload.loading import load
 from transload.loading.handles import open as open_
 from transload.opening import inspect
@@ -84,9 +92,91 @@ OBJECTS: dict[str, Any] = {
 
 
 @each("name", OBJECTS)
-def test_load_gives_what_torch_converts_it_to(name: str, tmp_path: Path) -> None:
+def test_load_gives_what_torch_converts_it_to(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(OBJECTS[name], tmp_path / "d")
-    assert_same(load(folder), converted(folder))
+    expected = converted(folder)
+    assert_same(load(folder), expected)
+    monkeypatch.setattr(sets.dcp, "FEW_ITEMS", -1)  # items are opened when they are read
+    assert_same(load(folder), expected)
+    convert(folder, tmp_path / "out.pt", overwrite=True) if has_tensors(expected) else None
+    assert not has_tensors(expected) or same_values(torch.load(tmp_path / "out.pt"), expected)
+
+
+def has_tensors(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(map(has_tensors, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.Tensor)
+
+
+def same_values(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return bool(a.dtype == b.dtype and torch.equal(a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_values(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same_values, a, b))
+    return bool(a == b)
+
+
+def test_many_items_are_opened_when_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = 64
+    tensors = {f"w{number}": torch.arange(rows * 1000.0).view(rows, 1000) + number for number in range(8)}
+    boxes = [((start, 0), (16, 1000)) for start in range(0, rows, 16)]
+    folder = write_pieces(tmp_path / "d", {name: (tensor, boxes) for name, tensor in tensors.items()})
+    monkeypatch.setattr(sets.dcp, "FEW_ITEMS", 10)
+    checkpoint = inspect(folder)
+    assert (checkpoint.safety, checkpoint.integrity) == ("unknown", "unchecked")
+    (finding,) = checkpoint.findings
+    assert (finding.code, finding.evidence) == (
+        "dcp-items-unread",
+        ("32 pieces of tensors; objects and the index were read",),
+    )
+    assert len(checkpoint.pickles) == 1
+    assert {(tensor.shape, tensor.nbytes) for tensor in checkpoint.tensors} == {((rows, 1000), rows * 4000)}
+    opened = inspect(folder, verify=True)
+    assert (opened.safety, len(opened.pickles)) == ("data-only", 33)
+    reads: list[int] = []
+    readinto = FileSource.readinto
+
+    def counting(self: FileSource, offset: int, buffer: memoryview) -> int:
+        reads.append(len(buffer))
+        return readinto(self, offset, buffer)
+
+    with open_(folder) as handle:
+        before = handle.slice("w3")
+        monkeypatch.setattr(FileSource, "readinto", counting)
+        assert torch.equal(before[20:22], tensors["w3"][20:22])
+        assert sum(reads) < 3 * 4000  # and not the other pieces, nor the rest of this one
+        monkeypatch.undo()
+        for name, tensor in tensors.items():
+            assert torch.equal(handle[name], tensor)
+
+
+def test_rows_of_a_piece_that_is_not_saved_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = torch.arange(12.0).view(3, 4).t()  # torch saves the bytes of such a tensor as they are
+    folder = save({"w": columns}, tmp_path / "d")
+    monkeypatch.setattr(sets.dcp, "FEW_ITEMS", -1)
+    with open_(folder) as handle:
+        assert handle.slice("w")[1:3].tolist() == columns[1:3].tolist()
+        assert torch.equal(handle["w"], columns)
+
+
+def test_item_that_is_not_what_the_index_says_is_an_error_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sets.dcp, "FEW_ITEMS", -1)
+    folder = write_pieces(tmp_path / "d", {"w": (torch.ones(4), [((0,), (2,)), ((2,), (2,))])})
+    for content, words in (
+        (torch.ones(3), r"float32 \[3\], not float32 \[2\]"),
+        ({"a": torch.ones(2)}, "no tensor at byte 0"),
+        (torch.ones(2, dtype=torch.int32), "int32"),
+    ):
+        torch.save(content, folder / "__1_0.distcp")
+        rewritten(folder, lambda index: fit(index, folder))
+        with pytest.raises(BrokenFileError, match=words):
+            load(folder)
+        with open_(folder) as handle:
+            assert handle.slice("w")[:2].tolist() == [1, 1]
 
 
 def test_index_that_no_entry_has_is_none(tmp_path: Path) -> None:
@@ -197,3 +287,175 @@ def write_pieces(
     index = meta.Metadata(described, planner_data=paths, storage_data=places)
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     return folder
+
+
+def rewritten(folder: Path, change: Callable[[Any], None]) -> None:
+    """Change the index of a directory."""
+    index = dcp.FileSystemReader(folder).read_metadata()
+    change(index)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+
+
+def fit(index: Any, folder: Path) -> None:
+    """Make each item as long as its file."""
+    for info in index.storage_data.values():
+        info.length = (folder / info.relative_path).stat().st_size
+
+
+def split_by_rank(folder: Path) -> None:
+    """Make a directory one of ``use_collectives=False``: each rank has the index of its own file, and all objects."""
+    index = dcp.FileSystemReader(folder).read_metadata()
+    (folder / ".metadata").unlink()
+    files = sorted({info.relative_path for info in index.storage_data.values()})
+    for rank, file in enumerate(files):
+        own = copy.deepcopy(index)
+        own.storage_data = {key: info for key, info in index.storage_data.items() if info.relative_path == file}
+        kept = {(key.fqn, key.offset) for key in own.storage_data}
+        for name, entry in own.state_dict_metadata.items():
+            entry.chunks = [chunk for chunk in entry.chunks if (name, chunk.offsets) in kept]
+        own.state_dict_metadata = {name: entry for name, entry in own.state_dict_metadata.items() if entry.chunks}
+        (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(own))
+
+
+def test_indexes_of_all_ranks_are_merged(tmp_path: Path) -> None:
+    expected = torch.arange(24.0).view(6, 4)
+    pieces = [((0, 0), (2, 4)), ((2, 0), (2, 4)), ((4, 0), (2, 4))]
+    folder = write_pieces(tmp_path / "d", {"m.w": (expected, pieces)})
+    split_by_rank(folder)
+    checkpoint = inspect(folder)
+    assert (checkpoint.findings, checkpoint.safety, checkpoint.integrity) == ((), "data-only", "unchecked")
+    assert ("indexes", "one for each of 3 ranks") in checkpoint.facts
+    assert torch.equal(load(folder)["m"]["w"], expected)
+    (folder / "__1.metadata").rename(folder / "__1.metadata.tmp")
+    evidence = {finding.code: finding.evidence for finding in inspect(folder).findings}
+    assert evidence == {
+        "rank-missing": ("1 of 3 ranks: __1.metadata",),
+        "dcp-piece-missing": ("m.w: 2 of 2 pieces were found; missing: [2:4] of [6, 4]",),
+    }
+    with pytest.raises(BrokenFileError, match=r"__1\.metadata"):
+        load(folder)
+
+
+def test_objects_that_ranks_saved_under_one_name_are_compared(tmp_path: Path) -> None:
+    folder = save({"rng": 1, "w": torch.ones(2)}, tmp_path / "d")
+    index = dcp.FileSystemReader(folder).read_metadata()
+    (folder / ".metadata").unlink()
+    (folder / "__0.metadata").write_bytes(pickle.dumps(index))
+    other = save({"rng": 2, "w": torch.ones(2)}, tmp_path / "other")
+    text = pickle.dumps(dcp.FileSystemReader(other).read_metadata()).replace(b"__0_0.distcp", b"__1_0.distcp")
+    (folder / "__1.metadata").write_bytes(text)
+    (other / "__0_0.distcp").rename(folder / "__1_0.distcp")
+    (finding,) = inspect(folder).findings
+    assert (finding.code, finding.evidence) == (
+        "dcp-objects-differ",
+        ("1 objects: rng in __0_0.distcp and __1_0.distcp",),
+    )
+    with pytest.warns(FileWarning, match="ranks saved different objects"):
+        assert load(folder)["rng"] == 1
+
+
+def test_two_runs_in_one_folder_are_a_problem_of_the_tensor(tmp_path: Path) -> None:
+    folder = write_pieces(tmp_path / "d", {"w": (torch.ones(4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))])})
+    split_by_rank(folder)
+    other = write_pieces(tmp_path / "other", {"w": (torch.ones(4, 3), [((0, 0), (2, 3)), ((2, 0), (2, 3))])})
+    split_by_rank(other)
+    (other / "__1.metadata").rename(folder / "__1.metadata")
+    found = {finding.code: finding.evidence[0] for finding in inspect(folder).findings}
+    expected = "w: float32 [4, 3] in __1.metadata, float32 [4, 2] in that of another rank"
+    assert found["dcp-piece-mismatch"] == expected
+    assert found["dcp-piece-missing"] == "w: 1 of 1 pieces were found; missing: [2:4] of [4, 2]"
+
+
+def test_findings_name_the_rows_that_are_missing_or_twice_there(tmp_path: Path) -> None:
+    tensor = torch.arange(24.0).view(6, 4)
+    halves = [((0, 0), (3, 4)), ((3, 0), (3, 4))]
+    other = torch.ones(3)
+    cases: list[tuple[list[Any], list[str], str]] = [
+        (halves, ["__1_0.distcp"], "dcp-piece-missing: w: 1 of 2 pieces were found; missing: [3:6] of [6, 4]"),
+        (halves[:1], [], "dcp-piece-missing: w: 1 of 1 pieces were found; missing: [3:6] of [6, 4]"),
+        ([((0, 0), (6, 1)), ((0, 1), (6, 3))], ["__1_0.distcp"], "1 of 2 pieces were found; missing: [:, 1:4] of [6, 4]"),
+        ([((0, 0), (4, 4)), ((2, 0), (4, 4))], [], "dcp-pieces-overlap: w: 2 pieces have 32 elements, not 24"),
+        ([((0, 0), (4, 4)), ((2, 0), (2, 4))], [], "dcp-pieces-overlap"),
+    ]
+    for number, (boxes, lost, words) in enumerate(cases):
+        folder = write_pieces(tmp_path / str(number), {"w": (tensor, boxes), "other": (other, [((0,), (3,))])})
+        for name in lost:
+            (folder / name).unlink()
+        texts = [f"{finding.code}: {'; '.join(finding.evidence)}" for finding in inspect(folder).findings]
+        assert any(words in text for text in texts), (number, texts)
+        with pytest.raises(BrokenFileError):
+            load(folder)
+        with open_(folder) as handle:
+            assert torch.equal(handle["other"], other)
+            with pytest.raises(BrokenFileError, match="w are incomplete"):
+                handle["w"]
+
+
+def test_items_of_zstd_are_decompressed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"w": torch.arange(600.0).view(20, 30), "n": {"pair": (torch.ones(2), 5)}, "t": torch.ones(2, 3).t()}
+    folder = save(value, tmp_path / "d")
+    expected = load(folder)
+    data = (folder / "__0_0.distcp").read_bytes()
+    packed = bytearray()
+
+    def compress(index: Any) -> None:
+        for info in index.storage_data.values():
+            item = b"\x28\xb5\x2f\xfd" + zlib.compress(data[info.offset : info.offset + info.length])
+            info.offset, info.length = len(packed), len(item)
+            info.transform_descriptors = ["stream.zstd/1"]
+            packed.extend(item)
+
+    rewritten(folder, compress)
+    (folder / "__0_0.distcp").write_bytes(packed)
+    for name in ("compression.zstd", "backports.zstd", "zstandard", "pyzstd"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (finding,) = inspect(folder).findings
+    assert (finding.code, inspect(folder).integrity) == ("dcp-transformed", "unchecked")
+    assert (
+        finding.evidence
+        == ("__0_0.distcp: no module that decompresses zstd is installed: 4 entries: n.pair, w, t and 1 more",)
+        or "no module that decompresses zstd is installed" in finding.evidence[0]
+    )
+    with pytest.raises(LoadError, match="no module that decompresses zstd"):
+        load(folder)
+    module = types.ModuleType("pyzstd")
+    module.ZstdDecompressor = StandIn  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pyzstd", module)
+    assert (inspect(folder).findings, inspect(folder).safety) == ((), "data-only")
+    assert_same(load(folder), expected)
+    with open_(folder) as handle:
+        assert torch.equal(handle.slice("w")[3:5], value["w"][3:5])
+        assert handle["n.pair/0"].tolist() == [1, 1]
+    convert(folder, tmp_path / "out.pt")
+    assert same_values(torch.load(tmp_path / "out.pt"), expected)
+
+    def name_another(index: Any) -> None:
+        for info in index.storage_data.values():
+            info.transform_descriptors = ["x.y/2"]
+
+    rewritten(folder, name_another)
+    (finding,) = inspect(folder).findings
+    assert (finding.code, "x.y/2, which transload does not know" in finding.evidence[0]) == (
+        "dcp-transformed",
+        True,
+    )
+
+
+class StandIn:
+    """A decompressor with the interface of ``pyzstd``, of data that zlib has compressed."""
+
+    needs_input = True
+
+    def __init__(self) -> None:
+        self._inner = zlib.decompressobj()
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inner.unused_data
+
+    def decompress(self, data: bytes, max_length: int = -1) -> bytes:  # noqa: ARG002 - returns everything
+        return self._inner.decompress(data.removeprefix(b"\x28\xb5\x2f\xfd"))

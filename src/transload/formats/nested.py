@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from transload.checkpoint import Key, Storage, Tensor
+from transload.contents import Item
+from transload.io.packed import decompressed, why_not
+from transload.io.sources import BytesSource, Slice, Source
+
+# An object of a gigabyte would not be one; a piece of a tensor is read in the same way, but not kept.
+_MAX_UNPACKED = 16 << 30
+_ZSTD = "stream.zstd/1"
+
+
+def why_packed(packed: str) -> str:
+    """Why an item that is encoded in a way, as DCP calls it, cannot be read here; empty if it can."""
+    if not packed:
+        return ""
+    return f"{packed}, which transload does not know" if packed != _ZSTD else why_not("zstd")
+
+
+def item_source(source: Source, item: Item, name: str) -> Source:
+    """An item of a file, in memory if it is packed; ``EOFError`` or ``ImportError`` if it cannot be unpacked."""
+    if not item.packed:
+        return Slice(source, item.offset, item.length, name)
+    if why := why_packed(item.packed):
+        raise ImportError(why)
+    return BytesSource(b"".join(unpacked_item(source, item.offset, item.length, _MAX_UNPACKED)), name)
+
+
+def unpacked_item(source: Source, offset: int, stored: int, limit: int) -> Iterator[bytes]:
+    """The content of a packed item, in pieces, at most ``limit`` bytes; raises what ``decompressed`` raises."""
+    return decompressed(Slice(source, offset, stored, source.name), "zstd", limit)
 
 
 def joined(steps: tuple[Key, ...], name: str) -> str:

@@ -20,7 +20,7 @@ _U16 = Struct("<H").unpack_from
 _I32 = Struct("<i").unpack_from
 _U32 = Struct("<I").unpack_from
 _F64 = Struct(">d").unpack_from
-_COMMON = frozenset(b"N\x88\x87G}]useac\x81b\x80\x8f\x8a")
+_COMMON = frozenset(b"N\x88\x87G]seacb\x80\x8f\x8a")
 Reader = Callable[[PickleMachine], object] | None
 
 
@@ -59,7 +59,7 @@ def run(data: bytes, start: int = 0, name: str = "", reader: Reader = None) -> P
         from transload.formats.rare_opcodes import opcodes, read_by_frames
 
         crossed = {end for end in vm.frames if end < out.end} - {begin for begin, _ in out.raw}
-        for position, _ in opcodes(data, start, out.raw):
+        for position, _ in opcodes(data, start, out.raw) if crossed else ():
             if position >= out.end:
                 break
             crossed.discard(position)
@@ -107,6 +107,8 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
     pos = vm.pos
     loader = vm.loader
     put = len(memo) if type(memo) is list else -1  # the next memo index; -1 once there was a gap
+    memoized = False
+    items: Any
     try:
         while True:
             op = data[pos]
@@ -129,6 +131,9 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
                 except IndexError:
                     raise KeyError(index) from None
                 pos += 1 if op == 0x68 else 4
+            elif op == 0x94 and memoized and put >= 0:  # MEMOIZE; the first one is noted as rare
+                memo.append(stack[-1])
+                put += 1
             elif op == 0x28:  # MARK
                 # The pattern requires LONG_BINPUT, which no pickler writes below 256.
                 if put > 0xFF and data[pos : pos + 1] == b"(":
@@ -187,6 +192,19 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
             elif op == 0x4A:  # BININT
                 push(_I32(data, pos)[0])
                 pos += 4
+            elif op == 0x81:  # NEWOBJ
+                args = stack.pop()
+                node = stack[-1] = Call(stack[-1], args, "newobj", pos)
+                calls.append(node)
+            elif op == 0x7D:  # EMPTY_DICT
+                push(Dict([]))
+            elif op == 0x75:  # SETITEMS
+                items, stack, vm.pos = stack, meta.pop(), pos
+                push = stack.append
+                if len(items) % 2:
+                    vm.irregular("a key without a value")
+                    items.pop()
+                vm.update(stack[-1], items)
             elif op == 0x2E:  # STOP
                 vm.out.root = stack.pop()
                 if stack or meta:
@@ -203,6 +221,7 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
 
                         rare = run_opcode
                     rare(vm, op)
+                    memoized = memoized or op == 0x94
                 pos, stack, memo, loader = vm.pos, vm.stack, vm.memo, vm.loader
                 push = stack.append
                 put = len(memo) if type(memo) is list else -1
@@ -212,7 +231,7 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
 
 def _common(vm: PickleMachine, op: int) -> None:
     """Run an opcode that torch.save writes and ``_execute`` does not run, by frequency."""
-    items = vm.pop_mark() if op in b"ue" else []  # SETITEMS, APPENDS
+    items = vm.pop_mark() if op == 0x65 else []  # APPENDS
     stack = vm.stack
     if op in CONSTANTS:
         stack.append(CONSTANTS[op])
@@ -221,15 +240,8 @@ def _common(vm: PickleMachine, op: int) -> None:
         stack[-1] = (stack[-1], second, third)
     elif op == 0x47:  # BINFLOAT
         stack.append(_F64(vm.take(8))[0])
-    elif op == 0x7D:  # EMPTY_DICT
-        stack.append(Dict([]))
     elif op == 0x5D:  # EMPTY_LIST
         stack.append([])
-    elif op == 0x75:  # SETITEMS
-        if len(items) % 2:
-            vm.irregular("a key without a value")
-            items.pop()
-        vm.update(stack[-1], items)
     elif op == 0x73:  # SETITEM
         value, key = stack.pop(), stack.pop()
         vm.update(stack[-1], [key, value])
@@ -241,9 +253,6 @@ def _common(vm: PickleMachine, op: int) -> None:
     elif op == 0x63:  # GLOBAL
         module, name = vm.line().decode(), vm.line().decode()
         stack.append(vm.find(module, name))
-    elif op == 0x81:  # NEWOBJ
-        args = stack.pop()
-        stack[-1] = vm.call(stack[-1], args, "newobj")
     elif op == 0x62:  # BUILD
         state = stack.pop()
         target = stack[-1]

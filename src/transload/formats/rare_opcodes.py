@@ -154,6 +154,8 @@ def run_opcode(vm: PickleMachine, op: int) -> None:
             vm.ambiguous("a frame begins inside a frame")
         if length > vm.size - vm.pos:
             vm.ambiguous(LONG_FRAME)
+        if vm.frames and vm.frames[-1] == vm.pos - 9:  # the last one ends where an opcode does
+            vm.frames.pop()
         vm.frame_end = vm.pos + length
         vm.frames.append(vm.frame_end)
     elif op == 0x93:  # STACK_GLOBAL

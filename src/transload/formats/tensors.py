@@ -115,7 +115,22 @@ class StorageTable:
                     offset, stored = None, size
                 elif not stored == size == nbytes:
                     stored = min(stored, size, nbytes)
-                fields = (key, key, device, dtype, nbytes, stored, offset, name, "", crc, packed, self._big_endian, ())
+                fields = (
+                    key,
+                    key,
+                    device,
+                    dtype,
+                    nbytes,
+                    stored,
+                    offset,
+                    name,
+                    "",
+                    crc,
+                    packed,
+                    self._big_endian,
+                    (),
+                    None,
+                )
                 storage = storages[key] = _new(Storage, fields)
             elif storage.nbytes != nbytes or storage.device != device or (nbytes and storage.dtype != dtype):
                 # torch uses the first one. An empty storage may have several dtypes.

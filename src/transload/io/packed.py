@@ -29,7 +29,7 @@ _FORMATS: dict[str, tuple[tuple[bytes, ...], str, str, dict[str, int]]] = {
     "xz": ((b"\xfd7zXZ\0",), "lzma", "LZMADecompressor", {"memlimit": _LZMA_MEMORY}),
     "lzma": ((b"\x5d\0\0",), "lzma", "LZMADecompressor", {"memlimit": _LZMA_MEMORY}),
     "zlib": ((b"\x78\x01", b"\x78\x5e", b"\x78\x9c", b"\x78\xda"), "zlib", "decompressobj", {"wbits": 15}),
-    "zstd": ((b"\x28\xb5\x2f\xfd",), "compression.zstd backports.zstd zstandard", "ZstdDecompressor", {}),
+    "zstd": ((b"\x28\xb5\x2f\xfd",), "compression.zstd backports.zstd zstandard pyzstd", "ZstdDecompressor", {}),
 }
 
 UNWRAPPED = ("gzip", "bzip2", "xz", "zstd")
@@ -111,6 +111,15 @@ def _decompressor(kind: str) -> Any:
             decoder = getattr(import_module(module), name)(**arguments)
             return _Zstandard(decoder.decompressobj()) if module == "zstandard" else decoder
     raise ImportError(f"no module that decompresses {kind} is installed")
+
+
+def why_not(kind: str) -> str:
+    """Why a format cannot be decompressed here; empty if it can."""
+    try:
+        _decompressor(kind)
+    except ImportError as error:
+        return str(error)
+    return ""
 
 
 class _Zstandard:
@@ -248,7 +257,7 @@ class Inflating(Source):
                         buffer[at : at + len(part)] = part
                     self._left = self._left[len(part) :]
                     self._position += len(part)
-            except (error, UnicodeError) as reason:
+            except (error, EOFError, UnicodeError) as reason:
                 self._rewind()
                 from transload.errors import BrokenFileError
 

@@ -184,10 +184,10 @@ UNMERGED = "ranks-unmerged"
 """The files of ranks do not form one object, so there is nothing to load."""
 # Damage that only gets a warning: torch.load does not detect it either, or some tensors are left out.
 LEFT_OUT = frozenset({"gguf-quantized", "npy-not-numbers", "npy-objects", "npy-size"})
-_WARNED = LEFT_OUT | {"storage-skipped"}
+_WARNED = LEFT_OUT | {"dcp-objects-differ", "storage-skipped"}
 _HARMLESS = frozenset({"link-outside"})
-# Problems that can be repaired, but only by a rescue.
-_NOT_WHOLE = frozenset({"zip-no-directory", "zeros-at-end", "zip-bad-version"})
+# Problems that can be repaired, but only by a rescue; and values that cannot be read here.
+_NOT_WHOLE = frozenset({"dcp-transformed", "zip-no-directory", "zeros-at-end", "zip-bad-version"})
 
 
 def refuse_broken(checkpoint: Checkpoint) -> None:

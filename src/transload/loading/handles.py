@@ -268,7 +268,7 @@ class TensorReader(OpenCheckpoint):
     """
 
     def __init__(self, f: SourceLike, map_location: Any, *, verify: bool = False) -> None:
-        super().__init__(f, verify=verify)
+        super().__init__(f, verify=verify, lazy=True)
         self._map_location = map_location
         self._warning = ""
         if self.checkpoint.integrity == "not-a-checkpoint" or not self.checkpoint.tensors:
@@ -442,6 +442,7 @@ class TensorReader(OpenCheckpoint):
         self.dtype_of(tensor)
         shape, rest = tensor.shape, ()
         try:
+            tensor = self.elements.located(tensor)
             if type(index) is tuple and not index:
                 reads = self.elements.reads(tensor)
             elif type(index) is Box:

@@ -40,7 +40,7 @@ def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     >>> inspect(b"<html>").integrity
     'not-a-checkpoint'
     """
-    with OpenCheckpoint(f, verify=verify, neighbours=True) as opened:
+    with OpenCheckpoint(f, verify=verify, neighbours=True, lazy=True) as opened:
         return opened.checkpoint
 
 
@@ -49,15 +49,25 @@ class OpenCheckpoint:
 
     ``checkpoint`` is the judged whole. ``files`` are the complete checkpoints in it, in order: the one file, or the
     shards. ``tree`` and ``verify`` are as for ``read_source``; files next to the checkpoint count only for ``inspect``,
-    with ``neighbours``. As a context manager it closes what it opened. May be used from several threads.
+    with ``neighbours``. With ``lazy``, many small archives may stay unopened until they are read. As a context manager
+    it closes what it opened. May be used from several threads.
     """
 
-    def __init__(self, f: SourceLike, *, tree: bool = True, verify: bool = False, neighbours: bool = False) -> None:
+    def __init__(
+        self,
+        f: SourceLike,
+        *,
+        tree: bool = True,
+        verify: bool = False,
+        neighbours: bool = False,
+        lazy: bool = False,
+    ) -> None:
         from transload.judge import judge
 
         self.closed = False
         self._open: dict[str, Source] = {}
         self._options: dict[str, bool] = {"tree": tree, "verify": verify}
+        self._lazy = lazy and not verify
         self._stream: ObjectSource | None = None  # the file object that it is read from
         self._folder: Folder | None = None  # the folder of its files, if there are several
         self._members: dict[int, dict[Key, object]] = {}
@@ -220,7 +230,7 @@ class OpenCheckpoint:
             files[source.name] = CheckpointFile(checkpoint, lambda _: source, name=source.name)
             return checkpoint
 
-        checkpoint = sets.read(folder, read, partial(self._member, folder), read_item, index=index)
+        checkpoint = sets.read(folder, read, partial(self._member, folder), read_item, index=index, lazy=self._lazy)
         if checkpoint.index:
             return checkpoint, (CheckpointFile(checkpoint, self._weak_file(), index=checkpoint.index),)
         members = [part.name for part in checkpoint.parts if part.role == "member"]

@@ -18,9 +18,11 @@ from math import prod
 from typing import Any, Literal
 
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor
-from transload.contents import AS_ESCAPED, AS_TEXT
+from transload.contents import AS_ESCAPED, AS_TEXT, Item
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, TransloadError
+from transload.formats import read_source
+from transload.formats.nested import item_source, moved_storage, unpacked_item
 from transload.frozen import NamedTuple
 from transload.geometry import Axis, Box, View, axes_of, boxes, boxes_of_run, contiguous, gaps, place_text
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
@@ -67,6 +69,8 @@ class ElementReader:
         self.files = (("", checkpoint),) if files is None else files
         self._storages = {storage.id: storage for storage in checkpoint.storages}
         self._records: dict[str, dict[str, Record]] = {}
+        self._located: dict[str, Tensor] = {}
+        self._packed: dict[str, Inflating] = {}
         self._last = "", _NOTHING
 
     def header_metadata(self) -> dict[str, str]:
@@ -113,7 +117,7 @@ class ElementReader:
         ``ContentError`` if some elements are known to be missing, or if the tensor is not a dense array of numbers:
         quantized, sparse, nested, a subclass.
         """
-        tensor = _stored(tensor)
+        tensor = self.located(_stored(tensor))
         rank = len(tensor.shape)
         whole = Box((0,) * rank, tensor.shape)
         if tensor.kind == "strided":
@@ -159,10 +163,52 @@ class ElementReader:
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:
-            self.elements(tensor)
+            self.elements(self.located(tensor))
         except TransloadError as error:
             return error.what.removeprefix(_incomplete(tensor))
         return ""
+
+    def located(self, tensor: Tensor) -> Tensor:
+        """A tensor in an item that was not opened, as it is there; any other as it is.
+
+        ``ContentError`` if the item cannot be read, or has another tensor.
+        """
+        storage = self.storage(tensor)
+        if storage is None or storage.item is None:
+            return tensor
+        if storage.id not in self._located:
+            self._located[storage.id] = self._open_item(tensor, storage, storage.item)
+        found = self._located[storage.id]
+        if found.path:  # one of several in an object
+            return tensor._replace(storage=found.storage)
+        if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+            described = f"{found.dtype} {list(found.shape)}, not {tensor.dtype} {list(tensor.shape)}"
+            raise self.incomplete(tensor, f"{storage.file} has {described}")
+        return tensor._replace(storage=found.storage, stride=found.stride, offset=found.offset)
+
+    def _open_item(self, tensor: Tensor, storage: Storage, item: Item) -> Tensor:
+        if storage.stored < storage.nbytes:
+            raise self.incomplete(tensor, f"{storage.file} ends before they do")
+        source = self.open_file(storage.file)
+        try:
+            inside = item_source(source, item, f"{storage.file} › {tensor.name}")
+        except (EOFError, ImportError) as error:
+            raise self._error(tensor, f"cannot be unpacked: {error}") from error
+        checkpoint = read_source(inside)
+        found = next((each for each in checkpoint.tensors if not each.path), None)
+        # If it has a record, an object was read before: only where its bytes are is not known.
+        key = found.storage if found else storage.key if storage.record else None
+        place = next((each for each in checkpoint.storages if each.id == key), None)
+        if place is None:
+            why = checkpoint.problems[0].detail if checkpoint.problems else "it is an object"
+            raise self.incomplete(tensor, f"{storage.file} has no tensor at byte {item.offset:,}: {why}")
+        name = f"{storage.id}:{place.id}"
+        if item.packed:
+            self._packed[name] = Inflating(source, item.offset, item.length, inside.size, unpacked_item)
+            self._storages[name] = place._replace(id=name, file=storage.file)
+        else:
+            self._storages[name] = moved_storage(place, f"{storage.id}:", (), item.offset, storage.file)
+        return (found or tensor)._replace(storage=name)
 
     def file_range(self, tensor: Tensor) -> FileRange | None:
         """Where a file has exactly the bytes that ``chunks`` yields; ``None`` if it does not."""
@@ -196,7 +242,7 @@ class ElementReader:
                 raise self.incomplete(tensor, f"{stored} bytes of its storage are in the file")
             if storage.offset is None and not storage.compressed:
                 raise self.incomplete(tensor, "the file does not say where its record begins")
-            source, start = self.open_file(storage.file), storage.offset or 0
+            source, start = self._packed.get(storage.id) or self.open_file(storage.file), storage.offset or 0
             if storage.offset is None:
                 # Tensors that share a storage are often read one after the other, and reading on is cheap.
                 last, source = self._last

@@ -223,7 +223,7 @@ def lay_out(entries: Iterable[TargetTensor], reader: ElementReader) -> list[Targ
             continue
         tensor, storage = entry.tensor, reader.storage(entry.tensor)
         is_plain = tensor.kind == "strided" and not tensor.flags and not entry.is_cast
-        if is_plain and storage is not None and tensor.numel:
+        if is_plain and storage is not None and storage.item is None and tensor.numel:
             low, high = byte_span(tensor)
             mixed = storage.big_endian and ITEMSIZE[tensor.dtype] != ITEMSIZE.get(storage.dtype, 0)
             scattered = high - low > 2 * tensor.nbytes + 4096

@@ -45,13 +45,19 @@ _KINDS: tuple[Kind, ...] = (megatron, dcp, deepspeed, unpacked, sharded, ranks)
 
 
 def read(
-    folder: Folder, read_file: ReadFile, open_file: OpenFile, read_item: ReadItem, *, index: str = ""
+    folder: Folder,
+    read_file: ReadFile,
+    open_file: OpenFile,
+    read_item: ReadItem,
+    *,
+    index: str = "",
+    lazy: bool = False,
 ) -> Checkpoint:
     """Read a folder, or only the shards of an ``index`` in it.
 
     ``read_file`` reads a file of the folder by its name, ``open_file`` opens one, ``read_item`` reads the archives
-    inside ``.distcp`` files. Bad content is a problem, never an error; ``CannotReadError`` only if the folder cannot be
-    listed, or the index read.
+    inside ``.distcp`` files, with ``lazy`` not those of tensors if there are many. Bad content is a problem, never an
+    error; ``CannotReadError`` only if the folder cannot be listed, or the index read.
     """
     if index:
         merger = Merger(listed(folder, "", LimitedProblems()), read_file, open_file, read_item)
@@ -59,7 +65,7 @@ def read(
         return replace(checkpoint, path=folder.path(index))
     listing = folder.list()
     kinds = (kind for kind in (*_KINDS, single) if kind.matches(listing))
-    found = (kind.read(Merger(listing, read_file, open_file, read_item)) for kind in kinds)
+    found = (kind.read(Merger(listing, read_file, open_file, read_item, lazy=lazy)) for kind in kinds)
     checkpoint = next(filter(None, found), None) or _describe_unknown(listing)
     # Add dangling links, and files that are not part of the checkpoint: a program that loads the directory may load
     # those, too, so their pickles are read.

@@ -1,36 +1,71 @@
-"""``torch.distributed.checkpoint``: a pickled object, ``.metadata``, says which bytes of which file are a tensor."""
+"""``torch.distributed.checkpoint``: a pickled object, ``.metadata``, says which bytes of which file are a tensor.
+
+These bytes are an item: an archive of ``torch.save`` with one piece of a tensor, or with an object. Objects are always
+read; the items of tensors only if there are few of them, or if each must be: see ``Storage.item``.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from contextlib import closing
+from itertools import pairwise
 from math import prod
 from typing import Any, TypeGuard
 
-from transload.checkpoint import Checkpoint, Key, Part, Tensor, Value
+from transload.checkpoint import Checkpoint, Key, Part, Storage, Tensor, Value
+from transload.contents import Item
+from transload.dtypes import itemsize
 from transload.errors import CannotReadError
-from transload.findings import LimitedProblems, join_names
+from transload.findings import join_names
 from transload.formats.graph import call_items, last_pairs
+from transload.formats.nested import item_source, why_packed
 from transload.formats.pickle_machine import run
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.sets.merger import Merger
 from transload.formats.torch_zip import pickle_problems
-from transload.geometry import contiguous
+from transload.frozen import NamedTuple
+from transload.geometry import Box, box_words, contiguous, gaps
 from transload.io.folder import Listing, relative_path
-from transload.io.sources import Slice
+from transload.io.sources import Slice, Source
 from transload.nodes import Call, Dict, Global, short
 from transload.render.words import plural
 
 METADATA = ".metadata"
+# With ``use_collectives=False``, every rank writes one for its own pieces.
+RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 # Enough for a million tensors.
 MAX_METADATA = 512 << 20
-# Reading an item takes about a millisecond. Where some are left out, the safety verdict has to be "unknown".
-MAX_ITEMS = 20_000
+# Opening an item takes up to a millisecond. If there are more, those of tensors are opened when they are read.
+FEW_ITEMS = 1_000
 # torch allows 64. A million dimensions of 2**62 would take hours to multiply out.
 MAX_DIMENSIONS = 64
 # A path of a million steps would take as long to make for each of a million entries.
 MAX_LEVELS = 100
+# Objects that ranks have each for themselves are compared up to this size.
+_MAX_COMPARED = 1 << 20
+
+_At = tuple[int, ...]
+
+
+class _Place(NamedTuple):
+    """Where an item is. ``at`` is the position of the piece in its tensor, empty for an object."""
+
+    name: str
+    at: _At
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+class _Described(NamedTuple):
+    """What an index says of a tensor: the position and the sizes of each piece."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: dict[_At, tuple[int, ...]]
 
 
 def matches(listing: Listing) -> bool:
@@ -41,7 +76,10 @@ def matches(listing: Listing) -> bool:
 def folder_of_rank(path: str) -> str:
     """The folder of a rank's file, which is a sequence of archives that the metadata describes; else empty."""
     folder, name = os.path.split(path)
-    return (folder or ".") if name.endswith(".distcp") and os.path.exists(os.path.join(folder, METADATA)) else ""
+    if not name.endswith(".distcp"):
+        return ""
+    here = os.path.exists(os.path.join(folder, METADATA)) or os.path.exists(os.path.join(folder, "__0.metadata"))
+    return (folder or ".") if here else ""
 
 
 def read(merger: Merger) -> Checkpoint:
@@ -66,130 +104,135 @@ def merge_beside(merger: Merger, name: str, kind: str) -> None:
 
 
 def merge_items(merger: Merger) -> None:
-    """Merge what ``.metadata`` lists."""
-    folder, prefix, files = merger.listing.folder, merger.listing.prefix, merger.listing.files
+    """Merge what the index lists."""
+    prefix, files = merger.listing.prefix, merger.listing.files
     ranks = [name for name in files if name.endswith(".distcp")]
     merger.parts += [Part(prefix + name, "rank file", files[name]) for name in ranks]
     merger.facts.append(("rank files", f"{len(ranks):,}"))
-    size = files.get(METADATA)
-    if size is None:
+    indexes = [METADATA] if METADATA in files else _rank_indexes(merger)
+    if not indexes:
         left = [name for name in files if name.endswith((".metadata", ".metadata.tmp"))]
         detail = f"only {join_names(left)} is there" if left else "it is written last, when every rank is done"
         merger.note("dcp-metadata-missing", detail, METADATA)
         return
-    if size > MAX_METADATA:
-        merger.note("dcp-metadata-too-large", f"{size:,} bytes; the limit is {MAX_METADATA:,}", METADATA)
-        return
-    data = b""
-    try:
-        with closing(folder.open(prefix + METADATA)) as source:
-            data = source.read(0, source.size)
-    except CannotReadError as error:
-        merger.note("part-unreadable", error.what, METADATA)
-    pickle = run(data, name=prefix + METADATA)
-    pickle.main = True
-    merger.pickles.append(pickle)
-    merger.parts.append(Part(prefix + METADATA, "index", size, role="index"))
-    merger.noted.extend(pickle_problems(pickle, len(data)))
-    fields = _state(pickle.root, "Metadata")
-    if not fields and not pickle.broken:
-        merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", METADATA)
-    if not fields:
+    tables = {name: fields for name in indexes if (fields := _read_index(merger, name))}
+    if not tables:
         return
     merger.checksummed = False  # nothing protects the names and places of all tensors
-    # The items of each file: archives, each with a piece of a tensor or with an object. An entry is the item's name,
-    # the position of the piece in its tensor, its offset and length in the file, and whether it is transformed. A path
-    # that leads out of the directory is never opened.
-    items: dict[str, list[tuple[str, tuple[int, ...], int, int, bool]]] = {}
-    count = 0
-    listed: set[str] = set()
-    incomplete: list[str] = []
-    for key, value in _pairs(fields.get("storage_data")):
-        index, info = _state(key, "MetadataIndex"), _state(value, "StorageInfo")
-        path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
-        file, fqn = relative_path(path), index.get("fqn")
-        if path is None or not isinstance(fqn, str):
-            incomplete.append(short(fqn)[:200])
-        elif not file:
-            merger.note("dcp-path-outside", f"{short(path)[:200]!r} was not opened", METADATA)
-        elif type(offset) is int and type(length) is int and min(offset, length) >= 0:
-            listed.add(fqn)
-            count += 1
-            if count <= MAX_ITEMS:
-                at = _size(index.get("offset")) or ()
-                item = (fqn, at, offset, length, bool(info.get("transform_descriptors")))
-                items.setdefault(file, []).append(item)
-    if count > MAX_ITEMS:
-        merger.note("dcp-items-unread", f"{count - MAX_ITEMS:,} of {count:,}", METADATA)
-    entries = {name: value for name, value in _pairs(fields.get("state_dict_metadata")) if type(name) is str}
-    paths = _paths(fields.get("planner_data"), entries)
-    # The tensors found in the items: by name, then by their position in the whole tensor.
-    pieces: dict[str, dict[tuple[int, ...], list[Tensor]]] = {}
-    nodes: dict[str, Value] = {}
-    for file, file_items in sorted(items.items()):
-        try:
-            source = merger.open_file(prefix + file)
-        except CannotReadError as error:
-            names = join_names([fqn for fqn, *_ in file_items], 3)
-            merger.note("dcp-file-missing", f"{error.what}; {len(file_items):,} entries need it: {names}", file)
-            merger.add_missing(file, "rank file")
-            continue
-        cut = [fqn for fqn, _, offset, length, _ in file_items if offset + length > source.size]
-        if cut:
-            detail = f"it ends at byte {source.size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
-            merger.note("dcp-file-cut", detail, file)
-        present = sum(max(0, min(length, source.size - offset)) for _, _, offset, length, _ in file_items)
-        if present > source.size:
-            # Verifying a thousand entries for the same gigabyte would read a terabyte.
-            merger.note("dcp-items-overlap", f"{len(file_items):,} entries together are longer than the file", file)
-            continue
-        opaque: list[str] = []
-        part = prefix + file
-        for fqn, at, offset, length, transformed in file_items:
-            if transformed or looks_like_safetensors(Slice(source, offset, source.size, "")):
-                opaque.append(fqn)
-            elif offset < source.size:
-                archive = Slice(source, offset, length, f"{part} › {fqn}")
-                checkpoint = merger.read_item(archive)
-                # Two items of one file may both call their storage "0".
-                tensors = merger.merge(
-                    part,
-                    checkpoint,
-                    steps=paths.get(fqn, (fqn,)),
-                    shift=offset,
-                    label=f"{part}@{offset}",
-                    named=(fqn,),
-                )
-                pieces.setdefault(fqn, {})[at] = tensors
-                if any(pickle.main and not pickle.broken for pickle in checkpoint.pickles):
-                    nodes[fqn] = Value(paths.get(fqn, (fqn,)), checkpoint.root, archive.name)
-        if opaque:
-            merger.note("dcp-transformed", f"{len(opaque):,} entries: {join_names(opaque, 3)}", file)
+    entries, incomplete = _entries(merger, tables)
+    planned = [pair for fields in tables.values() for pair in _pairs(fields.get("planner_data"))]
+    paths = _paths(planned, entries)
+    items = _Items(merger, entries, paths)
+    for name, fields in tables.items():
+        incomplete += items.add(_pairs(fields.get("storage_data")), name)
+    items.merge()
     # Assemble tensors from their pieces, under their own names; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
-    incomplete += sorted(listed - entries.keys())
-    objects = 0
-    for name, entry in entries.items():
-        tensor_pieces = pieces.get(name, {})
-        path = paths.get(name, (name,))
-        tensor = _assembled(name, path, _state(entry, "TensorStorageMetadata"), tensor_pieces, merger.noted)
-        if tensor is None and name in nodes:
-            merger.values.append(nodes[name]._replace(position=len(whole)))
-        whole += [tensor] if tensor else [tensor for tensors in tensor_pieces.values() for tensor in tensors]
-        objects += tensor is None
-        if tensor is None and not (name in listed and _is_a(entry, "BytesStorageMetadata")):
+    incomplete += sorted(items.listed - entries.keys())
+    for name, described in entries.items():
+        if described is not None:
+            whole.append(_assembled(merger, name, paths.get(name, (name,)), described, items))
+            continue
+        if name in items.values:
+            merger.values.append(items.values[name]._replace(position=len(whole)))
+        whole += items.inside.get(name, ())
+        if name not in items.listed:
             incomplete.append(name)
     if incomplete:
         detail = f"{len(incomplete):,} entries lack a description or a place: {join_names(incomplete, 3)}"
-        merger.note("dcp-metadata-invalid", detail, METADATA)
+        merger.note("dcp-metadata-invalid", detail, indexes[0])
     elif not entries and any(files[name] for name in ranks):
-        merger.note("dcp-metadata-invalid", "it lists nothing, but the files of the ranks are not empty", METADATA)
+        merger.note("dcp-metadata-invalid", "it lists nothing, but the files of the ranks are not empty", indexes[0])
     merger.tensors = whole
+    objects = sum(described is None for described in entries.values())
     count_words = f"{plural(len(entries) - objects, 'tensor')}, {plural(objects, 'other object')}"
     merger.facts.append(("entries", count_words))
-    version = fields.get("version")
+    version = next(iter(tables.values())).get("version")
     if isinstance(version, str):
         merger.facts.append(("metadata version", version))
+
+
+# -- indexes
+
+
+def _rank_indexes(merger: Merger) -> list[str]:
+    """The indexes of all ranks, in order; notes those that are missing."""
+    numbered = {int(match[1]): match[0] for name in merger.listing.files if (match := RANK_METADATA.fullmatch(name))}
+    if not numbered:
+        return []
+    ranks = {
+        int(match[1]) for name in merger.listing.files if (match := re.fullmatch(r"__(\d{1,6})_\d+\.distcp", name))
+    }
+    most = max(*numbered, *ranks, 0) + 1
+    missing = [f"__{rank}{METADATA}" for rank in range(most) if rank not in numbered]
+    if missing:
+        merger.note("rank-missing", f"{len(missing):,} of {most:,} ranks: {join_names(missing)}")
+    merger.facts.append(("indexes", f"one for each of {plural(len(numbered), 'rank')}"))
+    return [numbered[rank] for rank in sorted(numbered)]
+
+
+def _read_index(merger: Merger, name: str) -> dict[str, object]:
+    """The attributes of the ``Metadata`` in an index; empty if it is not one."""
+    prefix, size = merger.listing.prefix, merger.listing.files[name]
+    if size > MAX_METADATA:
+        merger.note("dcp-metadata-too-large", f"{size:,} bytes; the limit is {MAX_METADATA:,}", name)
+        return {}
+    data = b""
+    try:
+        with closing(merger.listing.folder.open(prefix + name)) as source:
+            data = source.read(0, source.size)
+    except CannotReadError as error:
+        merger.note("part-unreadable", error.what, name)
+    pickle = run(data, name=prefix + name)
+    pickle.main = True
+    merger.pickles.append(pickle)
+    merger.parts.append(Part(prefix + name, "index", size, role="index"))
+    merger.noted.extend(pickle_problems(pickle, len(data)))
+    fields = _state(pickle.root, "Metadata")
+    if not fields and not pickle.broken:
+        merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", name)
+    return fields
+
+
+def _entries(merger: Merger, tables: dict[str, dict[str, object]]) -> tuple[dict[str, _Described | None], list[str]]:
+    """What the indexes describe, by name, ``None`` for an object; and the names that they describe in no known way."""
+    entries: dict[str, _Described | None] = {}
+    unknown: list[str] = []
+    for index, fields in tables.items():
+        for name, node in _pairs(fields.get("state_dict_metadata")):
+            if type(name) is not str:
+                continue
+            described = _described(_state(node, "TensorStorageMetadata"))
+            before = entries.get(name)
+            if described is None and not _is_a(node, "BytesStorageMetadata"):
+                unknown.append(name)
+            if before is not None and described is not None:
+                if before[:2] != described[:2]:  # two runs, or two steps
+                    what = f"{described.dtype} {list(described.shape)} in {index}, {before.dtype} {list(before.shape)}"
+                    merger.note("dcp-piece-mismatch", f"{what} in that of another rank", name)
+                    continue
+                before.chunks.update(described.chunks)
+                continue
+            entries.setdefault(name, described)
+    return entries, unknown
+
+
+def _described(fields: dict[str, object]) -> _Described | None:
+    shape, raw = _size(fields.get("size")), fields.get("chunks")
+    if shape is None or not isinstance(raw, list):
+        return None
+    # ``TensorProperties`` pickles as a tuple that begins with the dtype; in old releases that is an attribute.
+    properties = fields.get("properties")
+    state = properties.states[-1] if _is_a(properties, "TensorProperties") and properties.states else None
+    first = state[0] if isinstance(state, tuple) and state else _state(properties, "TensorProperties").get("dtype")
+    dtype = first.name if isinstance(first, Global) and first.module == "torch" else "unknown"
+    chunks: dict[_At, tuple[int, ...]] = {}
+    for entry in raw:
+        chunk = _state(entry, "ChunkStorageMetadata")
+        at, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        if at is not None and sizes is not None and len(at) == len(sizes) == len(shape):
+            chunks[at] = sizes
+    return _Described(dtype, shape, chunks)
 
 
 def _is_a(node: object, kind: str) -> TypeGuard[Call]:
@@ -217,13 +260,12 @@ def _size(node: object) -> tuple[int, ...] | None:
     return tuple(node) if all(type(size) is int and 0 <= size < 1 << 63 for size in node) else None
 
 
-def _paths(planned: object, names: Iterable[str]) -> dict[str, tuple[Key, ...]]:
+def _paths(planned: Iterable[tuple[Any, Any]], names: Iterable[str]) -> dict[str, tuple[Key, ...]]:
     """The path of each entry in the object that was saved; the name of one without a path is a key of the object.
 
     The name ``optim.param_groups.0.lr`` stands for ``("optim", "param_groups", 0, "lr")``.
     """
-    pairs: list[Any] = _pairs(planned)
-    paths: dict[str, tuple[Key, ...]] = {name: path for name, path in pairs if _joins_to(name, path)}
+    paths: dict[str, tuple[Key, ...]] = {name: path for name, path in planned if _joins_to(name, path)}
     taken = {paths.get(name, (name,)) for name in names}
     inside = any(path[:length] in taken for path in taken for length in range(1, len(path)))
     return {} if inside else paths  # no entry can be inside another
@@ -239,36 +281,194 @@ def _joins_to(name: Any, path: Any) -> bool:
     return sum(map(len, steps)) < len(name) + 1 and ".".join(steps) == name
 
 
-def _assembled(
-    name: str,
-    path: tuple[Key, ...],
-    fields: dict[str, object],
-    pieces: dict[tuple[int, ...], list[Tensor]],
-    noted: LimitedProblems,
-) -> Tensor | None:
-    """A tensor that ``.metadata`` describes: its only piece under the name of the tensor, or all pieces as parts."""
-    shape, raw = _size(fields.get("size")), fields.get("chunks")
-    if shape is None or not isinstance(raw, list):
-        return None
-    # ``TensorProperties`` pickles as a tuple that begins with the dtype; in old releases that is an attribute.
-    properties = fields.get("properties")
-    state = properties.states[-1] if _is_a(properties, "TensorProperties") and properties.states else None
-    first = state[0] if isinstance(state, tuple) and state else _state(properties, "TensorProperties").get("dtype")
-    dtype = first.name if isinstance(first, Global) and first.module == "torch" else "unknown"
+# -- items
+
+
+class _Items:
+    """The items that indexes list: opened, or only placed.
+
+    ``pieces`` are those of tensors, by name and position; ``values`` the objects, and ``inside`` the tensors in them.
+    """
+
+    def __init__(
+        self, merger: Merger, entries: dict[str, _Described | None], paths: dict[str, tuple[Key, ...]]
+    ) -> None:
+        self._merger, self._entries, self._paths = merger, entries, paths
+        self._places: dict[tuple[str, _At], _Place] = {}
+        self._copies: list[tuple[_Place, _Place]] = []
+        self.listed: set[str] = set()
+        self.pieces: dict[str, dict[_At, Tensor]] = {}
+        self.inside: dict[str, list[Tensor]] = {}
+        self.values: dict[str, Value] = {}
+
+    def add(self, pairs: Iterable[tuple[object, object]], index: str) -> list[str]:
+        """Add the places in an index; return the names of entries without a place.
+
+        What several ranks have is listed once. A path that leads out of the directory is never opened.
+        """
+        merger, incomplete = self._merger, []
+        for key, value in pairs:
+            position, info = _state(key, "MetadataIndex"), _state(value, "StorageInfo")
+            path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+            file, name = relative_path(path), position.get("fqn")
+            if path is None or not isinstance(name, str):
+                incomplete.append(short(name)[:200])
+            elif not file:
+                merger.note("dcp-path-outside", f"{short(path)[:200]!r} was not opened", index)
+            elif type(offset) is int and type(length) is int and min(offset, length) >= 0:
+                self.listed.add(name)
+                raw = info.get("transform_descriptors")
+                transforms = tuple(str(each)[:80] for each in raw) if isinstance(raw, list | tuple) else ()
+                at = _size(position.get("offset")) or ()
+                place = _Place(name, at, file, offset, length, transforms)
+                first = self._places.setdefault((name, at), place)
+                if first is not place:
+                    self._copies.append((first, place))
+        return incomplete
+
+    def merge(self) -> None:
+        """Merge the items of each file."""
+        merger, prefix = self._merger, self._merger.listing.prefix
+        by_file: dict[str, list[_Place]] = {}
+        for place in self._places.values():
+            by_file.setdefault(place.file, []).append(place)
+        tensors = sum(self._entries.get(place.name) is not None for place in self._places.values())
+        opens = tensors <= FEW_ITEMS or not merger.lazy
+        sources: dict[str, Source] = {}
+        for file, places in sorted(by_file.items()):
+            try:
+                source = sources[file] = merger.open_file(prefix + file)
+            except CannotReadError as error:
+                names = join_names([place.name for place in places], 3)
+                merger.note("dcp-file-missing", f"{error.what}; {len(places):,} entries need it: {names}", file)
+                merger.add_missing(file, "rank file")
+                continue
+            self._merge_file(source, prefix + file, places, opens=opens)
+        if not opens:
+            merger.note("dcp-items-unread", f"{tensors:,} pieces of tensors; objects and the index were read")
+        differ = [
+            f"{first.name} in {first.file} and {other.file}"
+            for first, other in self._copies
+            if self._entries.get(first.name) is None and first.file in sources and self._differ(sources, first, other)
+        ]
+        if differ:
+            merger.note("dcp-objects-differ", f"{len(differ):,} objects: {join_names(differ, 3)}")
+
+    def _differ(self, sources: dict[str, Source], first: _Place, other: _Place) -> bool:
+        """Whether two ranks have saved different objects under one name."""
+        if other.file not in sources:
+            try:
+                sources[other.file] = self._merger.open_file(self._merger.listing.prefix + other.file)
+            except CannotReadError:
+                return False
+        a, b = (sources[each.file].read(each.offset, min(each.length, _MAX_COMPARED)) for each in (first, other))
+        return a != b
+
+    def _merge_file(self, source: Source, part: str, places: list[_Place], *, opens: bool) -> None:
+        merger, size = self._merger, source.size
+        file = part.removeprefix(merger.listing.prefix)
+        objects = [place for place in places if self._entries.get(place.name) is None]
+        # A file of the format safetensors follows its objects; all its tensors are said to be at its beginning.
+        after = max((place.offset + place.length for place in objects), default=0)
+        header = Slice(source, after, size, part)
+        if len(objects) < len(places) and looks_like_safetensors(header):
+            checkpoint = merger.read_item(header)
+            named = {tensor.name: tensor for tensor in merger.merge(part, checkpoint, shift=after)}
+            for place in places:
+                if place.name in named and self._entries.get(place.name) is not None:
+                    self.pieces.setdefault(place.name, {})[place.at] = named[place.name]
+            places = objects
+        cut = [place.name for place in places if place.offset + place.length > size]
+        if cut:
+            detail = f"it ends at byte {size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
+            merger.note("dcp-file-cut", detail, file)
+        present = sum([max(0, min(place.length, size - place.offset)) for place in places])
+        if present > size:
+            # Verifying a thousand entries for the same gigabyte would read a terabyte.
+            merger.note("dcp-items-overlap", f"{len(places):,} entries together are longer than the file", file)
+            return
+        opaque: dict[str, list[str]] = {}
+        for place in places:
+            described = self._entries.get(place.name)
+            if why := why_packed(", ".join(place.transforms)):
+                opaque.setdefault(why, []).append(place.name)
+            if described is not None and (place.transforms or not opens):
+                self._place(part, place, described, size)
+            elif place.offset < size:
+                try:
+                    self._open(source, part, place)
+                except EOFError as error:
+                    merger.note("part-unreadable", f"{place.name}: {error}", file)
+                except ImportError:  # noted above
+                    continue
+        for why, names in opaque.items():
+            merger.note("dcp-transformed", f"{why}: {len(names):,} entries: {join_names(names, 3)}", file)
+
+    def _place(self, part: str, place: _Place, described: _Described, size: int) -> None:
+        """List a piece of a tensor whose item is opened when it is read."""
+        name, offset, length = place.name, place.offset, place.length
+        sizes = described.chunks.get(place.at)
+        if sizes is None:
+            return
+        nbytes = itemsize(described.dtype, prod(sizes))
+        storage = f"{part}@{offset}:0"
+        stored = nbytes if offset + length <= size else 0
+        item = Item(offset, length, ", ".join(place.transforms))
+        self._merger.storages.append(
+            Storage(storage, "0", "cpu", described.dtype, nbytes, stored, None, "", part, tensors=(name,), item=item)
+        )
+        piece = Tensor((), name, described.dtype, sizes, contiguous(sizes), "cpu", storage)
+        self.pieces.setdefault(name, {})[place.at] = piece
+
+    def _open(self, source: Source, part: str, place: _Place) -> None:
+        """Read and merge an item."""
+        name, at, merger = place.name, place.at, self._merger
+        item = Item(place.offset, place.length, ", ".join(place.transforms))
+        checkpoint = merger.read_item(item_source(source, item, f"{part} › {name}"))
+        path = self._paths.get(name, (name,))
+        label = f"{part}@{place.offset}"  # two items of one file may both call their storage "0"
+        found = merger.merge(part, checkpoint, steps=path, shift=place.offset, label=label, named=(name,))
+        if item.packed and checkpoint.storages:
+            packed = merger.storages[-len(checkpoint.storages) :]
+            merger.storages[-len(packed) :] = [storage._replace(offset=None, item=item) for storage in packed]
+        if self._entries.get(name) is not None:
+            for tensor in found:
+                if tensor.path == path:  # the item is a tensor, and not an object that has one
+                    self.pieces.setdefault(name, {})[at] = tensor
+            return
+        self.inside.setdefault(name, []).extend(found)
+        if any(pickle.main and not pickle.broken for pickle in checkpoint.pickles):
+            self.values[name] = Value(path, checkpoint.root, f"{part} › {name}")
+
+
+# -- tensors
+
+
+def _assembled(merger: Merger, name: str, path: tuple[Key, ...], described: _Described, items: _Items) -> Tensor:
+    """A tensor that an index describes: its only piece under the name of the tensor, or all pieces as parts."""
+    dtype, shape, chunks = described
+    found = items.pieces.get(name, {})
     parts: list[Tensor] = []
-    count = numel = 0
-    for chunk in (_state(entry, "ChunkStorageMetadata") for entry in raw):
-        at, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
-        if at is None or sizes is None:
+    for at, sizes in chunks.items():
+        part = found.get(at)
+        if part is None:
             continue
-        count, numel = count + 1, numel + prod(sizes)
-        for part in pieces.get(at, ())[:1]:
-            parts.append(part._replace(path=(*path, *at), start=at))
-            if (part.dtype, part.shape) != (dtype, sizes):
-                detail = f"{part.dtype} {list(part.shape)} where .metadata says {dtype} {list(sizes)}"
-                noted.add("dcp-piece-mismatch", name, detail)
-    if len(parts) < count or numel < prod(shape):
-        noted.add("dcp-piece-missing", name, f"{len(parts):,} of {count:,} pieces were found")
+        parts.append(part._replace(path=(*path, *at), start=at))
+        if (part.dtype, part.shape) != (dtype, sizes):
+            detail = f"{part.dtype} {list(part.shape)} where .metadata says {dtype} {list(sizes)}"
+            merger.noted.add("dcp-piece-mismatch", name, detail)
+    count = sum([prod(sizes) for sizes in chunks.values()])
+    numel = prod(shape)
+    spans = sorted((at[0], at[0] + sizes[0]) for at, sizes in chunks.items() if at and 0 not in sizes)
+    in_rows = all(sizes[1:] == shape[1:] for sizes in chunks.values())
+    overlapping = count > numel or (in_rows and any(start < end for (_, end), (start, _) in pairwise(spans)))
+    if len(parts) < len(chunks) or count < numel or overlapping:
+        lost = gaps(shape, (Box(part.start or (), part.shape) for part in parts if len(part.shape) == len(shape)))
+        if lost or len(parts) < len(chunks):
+            detail = f"{len(parts):,} of {len(chunks):,} pieces were found; missing: {box_words(lost, shape)}"
+            merger.noted.add("dcp-piece-missing", name, detail)
+    if overlapping:
+        merger.noted.add("dcp-pieces-overlap", name, f"{len(chunks):,} pieces have {count:,} elements, not {numel:,}")
     if len(parts) == 1 and parts[0].shape == shape:
         return parts[0]._replace(path=path, name=name, start=None)
     return Tensor(path, name, dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))

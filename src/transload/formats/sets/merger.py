@@ -34,14 +34,18 @@ class Merger(Draft):
     Storages of part ``a.bin`` get ids ``a.bin:…`` and ``file="a.bin"``. If it is ``ranked``, the names of its tensors
     begin with ``a.bin``, too: the ranks of a parallel run use the same names. ``listing`` is the folder being read, the
     top or one below. ``read_file`` reads a file, ``open_file`` opens one, and ``read_item`` reads an archive inside it.
+    ``lazy`` is whether archives with tensors may be left unopened.
     """
 
-    def __init__(self, listing: Listing, read_file: ReadFile, open_file: OpenFile, read_item: ReadItem) -> None:
+    def __init__(
+        self, listing: Listing, read_file: ReadFile, open_file: OpenFile, read_item: ReadItem, *, lazy: bool = False
+    ) -> None:
         super().__init__(listing.folder.name, "sharded", 0)
         self.listing = listing
         self.read_file = read_file
         self.open_file = open_file
         self.read_item = read_item
+        self.lazy = lazy
         self.noted = LimitedProblems()
         self.ranked = False
         self.origins: list[Origin] = []
