@@ -54,12 +54,12 @@ class Storage(NamedTuple):
     crc32: int | None = None
     compressed: bool = False
     big_endian: bool = False
-    tensors: tuple[str, ...] = ()
     item: Item | None = None
+    tensors: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        *first, crc32, compressed, big_endian, tensors, _ = self
+        *first, crc32, compressed, big_endian, _, tensors = self
         return {
             **dict(zip(self._fields, first, strict=False)),
             "crc32": None if crc32 is None else f"{crc32:08x}",

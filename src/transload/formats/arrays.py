@@ -253,9 +253,9 @@ def _add_array(
             offset, nbytes, stored = offset + start, available, max(0, min(available, record.stored - start))
             crc = None if crc is None else crc32_combine(crc32(head[:start]), 0, available) ^ crc
         key, big_endian = record.name or "0", match[1] == b">"
-        storage = (key, key, "cpu", dtype, nbytes, stored, offset, record.name, "", crc, packed, big_endian, (name,))
+        storage = (key, key, "cpu", dtype, nbytes, stored, offset, record.name, "", crc, packed, big_endian)
         out.tensors.append(Tensor(path, name, dtype, shape, stride, "cpu", key, first, file_offset=offset))
-        out.storages.append(Storage(*storage))
+        out.storages.append(Storage(*storage, tensors=(name,)))
         if stored < nbytes:
             noted.add("storage-cut", name, f"{stored} of {nbytes} bytes are in the file")
         return

@@ -295,9 +295,7 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
             walk.noted.add("rank-file", "", detail)
     problems = (*walk.noted.problems(), *table.noted.problems())
     users = table.users
-    storages = tuple(
-        [_new(Storage, (*storage[:-2], tuple(users[key]), None)) for key, storage in table.storages.items()]
-    )
+    storages = tuple([_new(Storage, (*storage[:-1], tuple(users[key]))) for key, storage in table.storages.items()])
     return Tree(tuple(walk.tensors), storages, tuple(walk.leaves), problems, facts)
 
 

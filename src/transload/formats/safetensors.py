@@ -267,5 +267,5 @@ def add_tensor(
     place = offset if stored or not nbytes else None
     tensor = (path, name, dtype, shape, stride, "cpu", name, 0, False, "strided", "", (), place, (), None)
     out.tensors.append(_new(Tensor, tensor))
-    storage = (name, name, "cpu", dtype, nbytes, stored, place, "", "", None, False, big_endian, path, None)
+    storage = (name, name, "cpu", dtype, nbytes, stored, place, "", "", None, False, big_endian, None, path)
     out.storages.append(_new(Storage, storage))

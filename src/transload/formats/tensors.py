@@ -115,23 +115,8 @@ class StorageTable:
                     offset, stored = None, size
                 elif not stored == size == nbytes:
                     stored = min(stored, size, nbytes)
-                fields = (
-                    key,
-                    key,
-                    device,
-                    dtype,
-                    nbytes,
-                    stored,
-                    offset,
-                    name,
-                    "",
-                    crc,
-                    packed,
-                    self._big_endian,
-                    (),
-                    None,
-                )
-                storage = storages[key] = _new(Storage, fields)
+                place = (nbytes, stored, offset, name, "", crc, packed, self._big_endian, None, ())
+                storage = storages[key] = _new(Storage, (key, key, device, dtype, *place))
             elif storage.nbytes != nbytes or storage.device != device or (nbytes and storage.dtype != dtype):
                 # torch uses the first one. An empty storage may have several dtypes.
                 detail = f"named again with {short(nbytes)} bytes of {dtype} on {device[:_MAX_SHOWN]}, "

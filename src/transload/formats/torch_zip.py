@@ -77,7 +77,7 @@ def _list_plain_storages(
         if offset is None or method or numel * width != size or size != stored or (not crc and size):
             return None
         ids[key] = pid
-        fields = (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, (), None)
+        fields = (key, key, tag, dtype, size, size, offset, name, "", crc, False, False, None, ())
         storages[key] = tuple.__new__(Storage, fields)
     others = 1 + sum(name in records for name in small)  # the index, and the small records
     return (tuple(storages.values()), tuple(Counter(tags).items())) if len(records) == len(storages) + others else None
