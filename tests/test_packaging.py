@@ -125,12 +125,9 @@ def imports(modules: dict[Path, ast.Module]) -> list[tuple[str, Import]]:
 NAMED = {
     "checking": {"safetensors"},  # the package
     "contents": {"sharded"},  # a kind of tensor
-    "converting": {"safetensors"},  # what has shards
-    "loading": {"sharded", "pickle"},  # a kind of tensor, a member of a tar archive
-    "opening": {"sharded"},  # a kind of tensor
-    "render": {"sharded"},  # the same
-    "rescuing": {"sharded"},  # the same
-    "writing": {"safetensors", "npz", "npy", "gguf", "sharded", "dcp"},  # what convert writes, or not; a kind of tensor
+    "loading": {"pickle"},  # a member of a tar archive
+    "rescuing": {"sharded"},  # a kind of tensor
+    "writing": {"safetensors", "npz", "npy", "gguf", "dcp"},  # what convert writes, or not
 }
 
 

@@ -108,9 +108,19 @@ class Tensor(NamedTuple):
         return count
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether it is in pieces, over several files."""
+        return self.kind == "sharded"
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is an array of numbers, in one piece or in several."""
+        return self.kind == "strided" or self.is_sharded
+
+    @property
     def nbytes(self) -> int:
         """The bytes of its elements, or of its parts if it has parts."""
-        if self.parts or self.kind == "sharded":  # a rank may have no part of it
+        if self.parts or self.is_sharded:  # a rank may have no part of it
             return sum(part.nbytes for part in self.parts)
         return 0 if self.kind == "meta" else itemsize(self.dtype, self.numel)
 

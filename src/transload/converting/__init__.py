@@ -65,7 +65,7 @@ def convert(
         key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size), optimizer
     )
     format_ = target_format(target, to)
-    if options.max_shard_size and format_ != "safetensors":
+    if options.max_shard_size and not TARGETS[format_].has_shards:
         raise UsageError("only safetensors can be split into shards", fix="Leave out --max-shard-size.")
     usual = TARGETS[format_].file
     if usual and (target.endswith(("/", os.sep)) or os.path.isdir(target)):

@@ -287,7 +287,7 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
     if table.shares:
         rank, world = max(table.shares, key=itemgetter(1))
         facts = (("rank", str(rank)), ("world size", str(world))) if world else ()
-        if pieces := [_piece_words(tensor) for tensor in walk.tensors if tensor.kind == "sharded"]:
+        if pieces := [_piece_words(tensor) for tensor in walk.tensors if tensor.is_sharded]:
             who = f"rank {rank} of {world}" if world else "a rank"
             detail = (
                 f"the share of {who}: {plural(len(pieces), 'tensor')} of which it has a piece: {join_names(pieces, 3)}"

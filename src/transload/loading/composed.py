@@ -11,7 +11,7 @@ from transload.errors import DoesNotFitError
 from transload.formats.graph import node_at
 from transload.formats.pieces import local_tensors
 from transload.loading.build import is_fake_mode
-from transload.loading.handles import DENSE, TensorReader, build_node
+from transload.loading.handles import TensorReader, build_node
 from transload.loading.placement import DeviceMap
 from transload.loading.storages import ReadOptions, read_storages
 from transload.nodes import Call, nested
@@ -42,7 +42,7 @@ def load_composed(
     ):
         tensor = tensors[path]
         device = device_map.device(tensor.device)
-        if tensor.kind not in DENSE:
+        if not tensor.is_dense:
             leaves[path] = opened.read(tensor, (), device)
             continue
         opened.check(tensor)
@@ -79,7 +79,7 @@ def pieces_in(checkpoint: Checkpoint) -> dict[tuple[Key, ...], dict[tuple[Key, .
         depth = next((length for length in range(len(path) + 1) if path[:length] in values), None)
         if depth is not None:
             node = node_at(values[path[:depth]].node, path[depth:], members)
-            if type(node) is Call and (tensor.kind == "sharded" or local_tensors(node) is not None):
+            if type(node) is Call and (tensor.is_sharded or local_tensors(node) is not None):
                 out.setdefault(path[:depth], {})[path] = node
     return out
 

@@ -24,7 +24,7 @@ from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
 from transload.loading.composed import pieces_in
-from transload.loading.handles import DENSE, TensorReader, build_node
+from transload.loading.handles import TensorReader, build_node
 from transload.loading.into.keys import MARKERS, branches, key_function
 from transload.loading.into.ranks import Seen, seen
 from transload.nodes import Call, Dict, called, nested
@@ -402,7 +402,7 @@ class _Tree:
 
         placeholder: Any = torch.empty(0, device="meta")
         placeholder.build = partial(self._opened.read, tensor)
-        dense = tensor.kind in DENSE and isinstance(_dtype(tensor.dtype), torch.dtype)
+        dense = tensor.is_dense and isinstance(_dtype(tensor.dtype), torch.dtype)
         placeholder.facts = tensor if dense else None
         return placeholder
 

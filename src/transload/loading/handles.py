@@ -58,8 +58,6 @@ LONG_ROW = 64 << 10
 _PIN = 1 << 20  # pinning a smaller buffer is not worth the call
 _DEFAULT = Settings()
 _OPTIONS = ReadOptions()
-DENSE = frozenset({"strided", "sharded"})
-"""Kinds of tensors that are read element by element, or only a part of them."""
 _VALUES: dict[str, Callable[[str], Any]] = {
     "int": int,
     "float": float,
@@ -301,7 +299,7 @@ class TensorReader(OpenCheckpoint):
         ``dtype`` casts floating-point tensors. Strides without gaps are kept; else the result is contiguous.
         ``LoadError`` names a tensor whose bytes are missing.
         """
-        if tensor.kind not in DENSE:
+        if not tensor.is_dense:
             return self._read_composite(tensor, index, device, dtype)
         import torch
 
@@ -343,7 +341,7 @@ class TensorReader(OpenCheckpoint):
         prepared = []
         for tensor, target, index in items:
             reads: list[Read] | None = None
-            if tensor.kind in DENSE and _has_plain_memory(target):
+            if tensor.is_dense and _has_plain_memory(target):
                 _, reads, rest = self._reads(tensor, index)
                 reads = None if rest else reads
             else:
@@ -381,7 +379,7 @@ class TensorReader(OpenCheckpoint):
 
     def check(self, tensor: Tensor, index: Index = ()) -> None:
         """Raise ``LoadError`` if a tensor or a part of it cannot be read, as far as is known before reading."""
-        if tensor.kind in DENSE:
+        if tensor.is_dense:
             self._reads(tensor, index)
             return
         if tensor.kind != "meta" and not (tensor.kind == "device" and tensor.parts):
@@ -447,7 +445,7 @@ class TensorReader(OpenCheckpoint):
                 reads = self.elements.reads(tensor)
             elif type(index) is Box:
                 reads, shape = self.elements.reads(tensor, index), index.shape
-            elif tensor.kind == "sharded":
+            elif tensor.is_sharded:
                 box, rest = _bounds(tensor.shape, _basic(index))
                 reads, shape = self.elements.reads(tensor, box), box.shape
             else:

@@ -126,7 +126,7 @@ def damages(
                 damage = Damage(tensor.name, *failed[part.name])
                 break
         else:
-            pieces = tensor.parts if rank_file and tensor.kind == "sharded" else (tensor,)
+            pieces = tensor.parts if rank_file and tensor.is_sharded else (tensor,)
             damage = Damage(tensor.name, "cut", next(filter(None, map(reader.missing, pieces)), ""))
         if damage.detail:
             out.setdefault(tensor.name, damage)

@@ -205,7 +205,7 @@ class TensorSums:
 def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
     """Tensors that have elements, with an empty note; and those that do not, with the reason."""
     for tensor in tensors:
-        if tensor.kind in ("strided", "sharded") or (tensor.kind == "device" and len(tensor.parts) == 1):
+        if tensor.is_dense or (tensor.kind == "device" and len(tensor.parts) == 1):
             yield tensor, ""
         elif tensor.kind == "quantized":
             yield tensor._replace(kind="strided"), ""

@@ -126,7 +126,7 @@ class ElementReader:
             view = View(tensor.shape, tensor.stride, tensor.offset).part(box)
             return [Read(self.elements(tensor, view), Box(whole.start, box.shape))]
         box = box or whole
-        if tensor.kind != "sharded":
+        if not tensor.is_sharded:
             kind = f"of the class {tensor.cls}" if tensor.kind == "subclass" else tensor.kind
             parts = f": it is made of {', '.join(part.name for part in tensor.parts[:4])}" if tensor.parts else ""
             raise self._error(tensor, f"is {kind}, not a dense array of numbers{parts}")
@@ -156,7 +156,7 @@ class ElementReader:
         for part in tensor.parts:
             if why := self.missing(part):
                 return why
-        if tensor.kind == "sharded" and not is_covered(tensor):
+        if tensor.is_sharded and not is_covered(tensor):
             lost = gaps_of(tensor, tensor.parts)
             where = "in no file" if self.checkpoint.traits.several else "not in this file"
             return f"{place_text(tensor.shape, lost)} {where}" if lost else "parts of it overlap"

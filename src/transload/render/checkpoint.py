@@ -225,7 +225,7 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
             continue
         seen.add(place)
         steps = [step for step in tensor.path if isinstance(step, str)]
-        held = sum(part.numel for part in tensor.parts) if tensor.kind == "sharded" else tensor.numel
+        held = sum(part.numel for part in tensor.parts) if tensor.is_sharded else tensor.numel
         if any(step.startswith("optim") for step in steps):
             optimizer += held
         elif any("ema" in step.partition(".")[0].lower().split("_") for step in steps):
@@ -291,7 +291,7 @@ def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
 def _shape_words(tensor: Tensor) -> str:
     """The shape of a tensor; of one that is not all here, which part of it is."""
     held = [Box(part.start, part.shape) for part in tensor.parts if part.start is not None and part.numel]
-    boxes = tensor.kind == "sharded" and all(len(box.start) == len(box.shape) == len(tensor.shape) for box in held)
+    boxes = tensor.is_sharded and all(len(box.start) == len(box.shape) == len(tensor.shape) for box in held)
     if boxes and sum(box.numel for box in held) < tensor.numel:
         return box_words(held, tensor.shape)
     return shape_text(tensor.shape)

@@ -83,7 +83,7 @@ def rescue_files(
                 why = reasons.get(tensor.name, "the index that names it is damaged")
                 intact = [
                     part
-                    for part in (tensor.parts if tensor.kind == "sharded" else ())
+                    for part in (tensor.parts if tensor.is_sharded else ())
                     if part.storage not in damaged_storages
                     and not (part.storage or "").startswith(distrusted or ("\0",))
                     and not overlay.missing(part)
@@ -93,7 +93,7 @@ def rescue_files(
                     intact = []
                 if intact and "in no file" not in why:
                     why = f"{place_text(tensor.shape, lost_boxes)} lost: {why}"
-                if fill and tensor.kind in ("strided", "sharded") and tensor.dtype in ITEMSIZE:
+                if fill and tensor.is_dense and tensor.dtype in ITEMSIZE:
                     filled[tensor.name] = _filled(tensor, intact, lost_boxes)
                 outcomes.append(TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why))
         existing = {tensor.name for tensor in checkpoint.tensors}

@@ -101,7 +101,7 @@ def write_content(
         table: dict[str, Any] = {}
         if leftovers.data not in (None, {}, []):
             table["data"] = leftovers.data
-        if plan.metadata and format_ != "safetensors":
+        if plan.metadata and not plan.target.metadata:
             table["metadata"] = plan.metadata
         if table:
             table = {"from": os.path.basename(checkpoint.path), **table}
@@ -348,7 +348,7 @@ def _write_safetensors(job: ConversionJob, plan: ConversionPlan) -> None:
 def _header(entries: list[TargetTensor], plan: ConversionPlan) -> bytes:
     names = {entry.name for entry in entries}
     metadata = {"format": "pt", **plan.metadata, **{name: kept for name, kept in plan.aliases if kept in names}}
-    lines = [f'"__metadata__":{_json(metadata)}']
+    lines = [f"{_json(plan.target.metadata)}:{_json(metadata)}"]
     at = 0
     for entry in entries:  # as text: a dictionary of all entries takes five times as much memory
         shape = list(entry.tensor.shape)

@@ -44,7 +44,9 @@ class TargetFormat(NamedTuple):
 
     ``suffixes`` are those of names that imply it, ``dtypes`` what it has, or can at least store the bytes of.
     ``file`` is the usual name of the file in a directory; empty if the target is the directory itself. ``is_object`` is
-    whether it stores an object, not only tensors.
+    whether it stores an object, not only tensors, ``has_shards`` whether it can be split over several files, and
+    ``has_aliases`` whether it can name the same tensor twice. ``metadata`` is the name that its metadata take; empty if
+    it has no place for them.
     """
 
     words: str
@@ -52,15 +54,24 @@ class TargetFormat(NamedTuple):
     dtypes: Collection[str] = ITEMSIZE.keys() - QUANTIZED
     file: str = ""
     is_object: bool = False
+    has_shards: bool = False
+    has_aliases: bool = False
+    metadata: str = ""
 
 
 TARGETS = {
     "safetensors": TargetFormat(
-        "safetensors", (".safetensors", ".safetensors.index.json"), SAFETENSORS_DTYPES, "model.safetensors"
+        "safetensors",
+        (".safetensors", ".safetensors.index.json"),
+        SAFETENSORS_DTYPES,
+        "model.safetensors",
+        has_shards=True,
+        has_aliases=True,
+        metadata="__metadata__",
     ),
     "torch": TargetFormat("torch zip", (".pt", ".pth", ".ckpt", ".bin"), file="pytorch_model.bin", is_object=True),
     "npz": TargetFormat("npz", (".npz",), NUMPY.keys() | _OPAQUE, "model.npz"),
-    "raw": TargetFormat("raw tensors", ("/", os.sep)),
+    "raw": TargetFormat("raw tensors", ("/", os.sep), has_aliases=True),
     "dcp": TargetFormat("DCP directory", is_object=True),
 }
 _UNWRITTEN = {"gguf": "GGUF", "h5": "HDF5", "npy": "npy", "onnx": "ONNX", "pt2": "torch.export"}
@@ -187,8 +198,8 @@ class ConversionPlan:
         self.weights_only = merged and not (options.key or options.optimizer)
         options = options._replace(key=weights) if self.weights_only else options
         self.format, self.options = format_, options
-        self._target = TARGETS[format_]
-        is_object = self._target.is_object
+        self.target = TARGETS[format_]
+        is_object = self.target.is_object
         source, self.metadata = _with_aliases(reader)
         self._object = source.checkpoint.root
         if is_object and source.checkpoint.traits.composed:
@@ -268,8 +279,8 @@ class ConversionPlan:
         selected = []
         for name, tensor in kept:
             writable = name.encode("utf-8", "backslashreplace").decode()  # UTF-8 has no half of a surrogate pair
-            reserved = self.format == "safetensors" and writable == "__metadata__"
-            writable = f"{writable}#2" if reserved else writable or "tensor"
+            writable = writable or "tensor"
+            writable = f"{writable}#2" if writable == self.target.metadata else writable
             unique = distinct(writable, invented=writable != name)
             if unique != writable and strip:
                 what = f"two tensors would be called {writable!r} without the prefix"
@@ -306,7 +317,7 @@ class ConversionPlan:
             name, tensor = entry.name, entry.tensor
             kind = tensor.kind
             wraps_one = kind == "device" and len(tensor.parts) == 1 and tensor.parts[0].dtype == tensor.dtype
-            if kind in ("strided", "sharded") or wraps_one:
+            if tensor.is_dense or wraps_one:
                 simple.append(entry)
             elif tensor.parts and kind != "quantized":
                 self.in_parts.append(name)
@@ -318,7 +329,6 @@ class ConversionPlan:
                 self.omitted.append(Omission(name, _CANNOT_HOLD.get(kind, f"it is {kind}"), lost=True))
         # A torch zip stores views as views and tied tensors under both names, so it writes no byte twice.
         allowance = None if self.format == "torch" else Allowance(self.reader.checkpoint)
-        tied = self.format in ("safetensors", "raw")
         names_by_tie: dict[Any, str] = {}
         distinct = _Distinct(entry.name for entry in simple)
         for entry in simple:
@@ -326,11 +336,11 @@ class ConversionPlan:
             if name != entry.name:
                 self.renamed.append((entry.name, name))
                 entry.name = name
-            if entry.dtype not in self._target.dtypes:
+            if entry.dtype not in self.target.dtypes:
                 self.omitted.append(Omission(name, f"the format has no {entry.dtype}", lost=True))
                 continue
             # In the metadata of a safetensors file, "format" is what loaders look for, never an alias.
-            tie = tie_of(tensor) if tied and name != "format" else None
+            tie = tie_of(tensor) if self.target.has_aliases and name != "format" else None
             if tie is not None and names_by_tie.setdefault(tie, name) != name:
                 self.aliases.append((name, names_by_tie[tie]))
                 continue
@@ -495,7 +505,7 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     named = _named_format(job.dst)
     if named and named != plan.format:
         yield f"it is {plan.format}, although its name says {named}"
-    if plan.format == "safetensors":
+    if plan.target.has_shards:
         index, ours = index_name(job.dst), {os.path.basename(path) for path in job.bundle.paths}
         if index not in job.bundle.paths and os.path.lexists(index):
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"

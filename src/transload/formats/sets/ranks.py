@@ -158,7 +158,7 @@ class _Family:
         parts: dict[tuple[object, ...], Tensor] = {}
         for _, tensor in held:
             whole = (tensor._replace(start=(0,) * len(tensor.shape)),)
-            for part in tensor.parts if tensor.kind == "sharded" else whole:
+            for part in tensor.parts if tensor.is_sharded else whole:
                 if part.numel:
                     parts.setdefault((part.start, part.shape), part)
         boxes = [Box(part.start or (), part.shape) for part in parts.values()]
@@ -219,7 +219,7 @@ class _Family:
 
 
 def _has_pieces(file: tuple[int, RankFile]) -> bool:
-    return any(tensor.kind == "sharded" for tensor in file[1].tensors.values())
+    return any(tensor.is_sharded for tensor in file[1].tensors.values())
 
 
 def _with_branch(root: object, path: tuple[Key, ...], other: object) -> object:
