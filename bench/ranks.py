@@ -1,6 +1,6 @@
 """Measure loading on several ranks, and merging what they saved: bytes read, time and memory; needs torch 2.6 and gloo.
 
-    python bench/ranks.py [--json] [--ranks N] [--megabytes N] [--repeat N] [--only WORD] [--folder DIR]
+    python bench/ranks.py [--json] [--ranks N] [--megabytes N] [--repeat N] [--only PATTERN] [--folder DIR]
 
 Each contender runs in new processes, in turn with the others, and the median counts. A rank's share is what it has of
 the model, or of tensors that are split by columns. Bytes read are those of system calls (``rchar``), so a reader that
@@ -20,6 +20,7 @@ import argparse
 import importlib.util
 import json
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -165,7 +166,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
     parser.add_argument("--megabytes", type=int, default=400, help="size of the model (default 400)")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each contender (default 3)")
-    parser.add_argument("--only", default="", help="contenders with this word in their name")
+    parser.add_argument("--only", default="", help="contenders whose names match this pattern")
     parser.add_argument("--folder", help="where to put the files (default: that for temporary files)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -224,7 +225,7 @@ def warm(path: Path) -> None:
 
 def load_rows(folder: Path, ranks: int, width: int, repeat: int, only: str) -> list[dict[str, Any]]:
     """The medians of every contender, of the rank with the largest figure each."""
-    chosen = {name: work for name, work in CONTENDERS.items() if only in name or NOTHING in name}
+    chosen = {name: work for name, work in CONTENDERS.items() if NOTHING in name or re.search(only, name)}
     results: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for _ in range(repeat):
         for name, (before, work) in chosen.items():
@@ -249,7 +250,7 @@ def merge_rows(folder: Path, repeat: int, only: str) -> list[dict[str, Any]]:
     results: dict[str, list[tuple[float, float]]] = {}
     for _ in range(repeat):
         for name, (package, *command) in MERGERS.items():
-            if only not in name or importlib.util.find_spec(package) is None:
+            if not re.search(only, name) or importlib.util.find_spec(package) is None:
                 continue
             for path in folder.glob("merged*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
