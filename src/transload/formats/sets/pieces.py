@@ -36,6 +36,7 @@ class RankFile(NamedTuple):
     kind: str
     root: dict[Key, object]
     tensors: dict[tuple[Key, ...], Tensor]
+    leaves: dict[tuple[Key, ...], Leaf]
     checkpoint: Checkpoint
 
     def at(self, path: tuple[Key, ...]) -> object:
@@ -69,7 +70,8 @@ class Composition:
             return None
         tensors = {tensor.path[1:]: tensor for tensor in self.merger.tensors[before:]}
         path = self.merger.listing.prefix + name
-        self._files.append(RankFile(path, kind, entries(checkpoint.root), tensors, checkpoint))
+        leaves = {leaf.path: leaf for leaf in checkpoint.leaves}
+        self._files.append(RankFile(path, kind, entries(checkpoint.root), tensors, leaves, checkpoint))
         return self._files[-1]
 
     def put(self, path: tuple[Key, ...], tensor: Tensor) -> None:
@@ -89,30 +91,14 @@ class Composition:
             return
         node = file.at(old) if node is _SAME else node
         self._values.append(Value(path, node, file.name, len(self._tensors)))
-        for inner, tensor in file.tensors.items():
+        below = type(node) in (Call, Dict, list, tuple)  # nothing is below a number, of which there may be thousands
+        for inner, tensor in file.tensors.items() if below else ():
             if inner[: len(old)] == old:
                 self.put((*path, *inner[len(old) :]), tensor)
-        for leaf in file.checkpoint.leaves:
+        for leaf in file.leaves.values() if below else filter(None, [file.leaves.get(old)]):
             if leaf.path[: len(old)] == old:
                 new = (*path, *leaf.path[len(old) :])
                 self._leaves.append(replace(leaf, path=new, name="/".join(map(str, new))))
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors so far."""
-        return self._tensors
-
-    @cached_property
-    def storages(self) -> dict[str, Storage]:
-        """The storages of the files that were read, by id."""
-        return {storage.id: storage for storage in self.merger.storages}
-
-    def put_value(self, value: Value, leaves: Iterable[Leaf]) -> None:
-        """Put an object of a file into the whole; its tensors are those that were put below its path."""
-        self._values.append(value)
-        for leaf in leaves:
-            path = (*value.path, *leaf.path)
-            self._leaves.append(replace(leaf, path=path, name="/".join(map(str, path))))
 
     def assembled(self, path: tuple[Key, ...], shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
         """A tensor that consists of runs; notes which rows are missing. ``UnmergedError`` if their dtypes differ."""
@@ -169,7 +155,7 @@ def entries(node: object) -> dict[Key, object]:
 
 def leaves_of(file: RankFile, without: frozenset[str]) -> set[tuple[tuple[Key, ...], str]]:
     """The values in a file by path, as text, except for those below some keys."""
-    return {(leaf.path, leaf.text) for leaf in file.checkpoint.leaves if leaf.path and leaf.path[0] not in without}
+    return {(path, leaf.text) for path, leaf in file.leaves.items() if path and path[0] not in without}
 
 
 def list_of(node: object) -> list[Any]:
