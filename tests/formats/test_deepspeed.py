@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.each import each, for_each
 
+from transload.checking import check
 from transload.contents import with_parts
 from transload.converting import convert
 from transload.errors import BrokenFileError, LoadError
@@ -274,6 +275,8 @@ def test_tensor_parallel_slices_are_not_merged(cases: Path, tmp_path: Path) -> N
     assert "tensor-parallel ranks have slices of each parameter" in problem.detail
     with pytest.raises(LoadError, match="cannot be put together"):
         load(folder)
+    assert {finding.code for finding in check(folder).findings} == {"not-loaded", "ranks-unmerged"}
+    assert convert(folder, tmp_path / "ranks.pt").listed == ()
     result = convert(folder, tmp_path / "ranks.safetensors")
     assert any("parts of one tensor are not joined" in note for note in result.notes)
 

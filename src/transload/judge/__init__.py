@@ -37,6 +37,8 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     # Names need not be allowed in formats that torch.load does not read. That transload.load makes plain values without
     # trust is not true of a file that it does not read either.
     unread = names.as_data and any(problem.code == "not-a-checkpoint" for problem in checkpoint.problems)
+    # Nor is anything built from files that do not form one object.
+    unread = unread or any(problem.code == "ranks-unmerged" for problem in checkpoint.problems)
     trusted = unread or (form.named and not folder) or form.instead != ""
     findings = [f for f in names.findings if f.code != "needs-trust" or not trusted]
     forced: Safety = "data-only"

@@ -715,7 +715,9 @@ def loaded_pickles(checkpoint: Contents) -> tuple[Pickle, ...]:
     main = [pickle for pickle in checkpoint.pickles if pickle.main]
     if not checkpoint.traits.composed:
         return tuple(main)
-    # Of the files of a composed checkpoint, only its values are built.
+    # Of the files of a composed checkpoint, only its values are built, and nothing if they do not form one object.
+    if any(problem.code == "ranks-unmerged" for problem in checkpoint.problems):
+        return ()
     nodes = walk_nodes((value.node for value in checkpoint.values), local_tensors)
     needed = {id(node) for node in nodes if type(node) is Global}
     built = [copy(pickle) for pickle in main]

@@ -116,7 +116,7 @@ def read(merger: Merger) -> Checkpoint:
         try:
             _compose(whole, files)
         except UnmergedError as why:
-            whole.keep_apart(str(why))
+            whole.keep_apart(str(why), _CLASSES)
     return merger.merged()
 
 

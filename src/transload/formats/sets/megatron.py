@@ -85,7 +85,7 @@ def _merge(merger: Merger) -> None:
     try:
         _compose(whole, dict(sorted(ranks.items())))
     except UnmergedError as why:
-        whole.keep_apart(str(why))
+        whole.keep_apart(str(why), _CLASSES)
 
 
 # -- the object

@@ -100,6 +100,23 @@ class Composition:
                 new = (*path, *leaf.path[len(old) :])
                 self._leaves.append(replace(leaf, path=new, name="/".join(map(str, new))))
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors so far."""
+        return self._tensors
+
+    @cached_property
+    def storages(self) -> dict[str, Storage]:
+        """The storages of the files that were read, by id."""
+        return {storage.id: storage for storage in self.merger.storages}
+
+    def put_value(self, value: Value, leaves: Iterable[Leaf]) -> None:
+        """Put an object of a file into the whole; its tensors are those that were put below its path."""
+        self._values.append(value)
+        for leaf in leaves:
+            path = (*value.path, *leaf.path)
+            self._leaves.append(replace(leaf, path=path, name="/".join(map(str, path))))
+
     def assembled(self, path: tuple[Key, ...], shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
         """A tensor that consists of runs; notes which rows are missing. ``UnmergedError`` if their dtypes differ."""
         dtypes = {part.dtype for part in parts}
@@ -127,10 +144,11 @@ class Composition:
         self.merger.note("ranks-differ", detail)
         return UnmergedError("the files do not belong together")
 
-    def keep_apart(self, why: str) -> None:
-        """Leave the files as they are, each with its own object."""
+    def keep_apart(self, why: str, classes: tuple[str, ...] = ()) -> None:
+        """Leave the files as they are, each with its own object, in which those of some classes are plain."""
         self.merger.note("ranks-unmerged", why)
-        self.merger.values = [Value((file.name,), file.checkpoint.root, file.name) for file in self._files]
+        roots = [(file.name, plain(file.checkpoint.root, classes)) for file in self._files]
+        self.merger.values = [Value((name,), root, name) for name, root in roots]
 
     def finish(self) -> None:
         """Make it the content of the checkpoint."""
