@@ -38,7 +38,8 @@ from transload.errors import (
     UnsafeError,
     UsageError,
 )
-from transload.loading.handles import Handle
+from transload.geometry import Box
+from transload.loading.handles import Handle, TensorReader
 from transload.loading.handles import open as open_
 from transload.opening import fill
 
@@ -745,3 +746,22 @@ def test_truncated_safetensors_header_is_not_an_empty_file(size: int) -> None:
         open_(data[:size])
     with open_(save({})) as empty:
         assert list(empty) == []
+
+
+def test_long_rows_of_a_box_are_read_by_the_engine_and_short_ones_through_a_buffer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = torch.arange(2 * 6 * 8 * 4.0).view(2, 6, 8, 4)
+    torch.save({"w": whole}, tmp_path / "w.pt")
+    box = Box((0, 2, 1, 0), (2, 3, 5, 4))
+    staged: list[str] = []
+    monkeypatch.setattr(TensorReader, "_read_staged", lambda _, tensor, *__: staged.append(tensor.name))
+    opened = TensorReader(tmp_path / "w.pt", "cpu")
+    with opened:
+        (tensor,) = opened.checkpoint.tensors
+        for limit in (5 * 4 * 4, 5 * 4 * 4 + 1):
+            monkeypatch.setattr("transload.loading.handles.LONG_ROW", limit)
+            target = torch.zeros(box.shape)
+            opened.fill([(tensor, target, box)])
+            assert torch.equal(target, whole[box.slices]) == (not staged)
+    assert staged == ["w"]
