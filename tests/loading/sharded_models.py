@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import shutil
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,55 @@ def case_fsdp1_optimizer() -> None:
         step(model, optimizer)
         step(reference, expected)
         assert_close(model, reference)
+
+
+def module_of(state: Mapping[str, torch.Tensor]) -> nn.Module:
+    """A module with these keys, all zeros; fractions are parameters."""
+    root = nn.Module()
+    for key, value in state.items():
+        module = root
+        *path, name = key.split(".")
+        for step in path:
+            if step not in module._modules:
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        if value.is_floating_point() and value.ndim and not name.startswith("running"):
+            module.register_parameter(name, nn.Parameter(torch.zeros_like(value)))
+        else:
+            module.register_buffer(name, torch.zeros_like(value))
+    return root
+
+
+def case_fsdp2_files_of_other_ranks() -> None:
+    data = Path(__file__).parents[1] / "data"
+    files: dict[Path, Any] = {}
+    for name in ("torch-2.13-ranks-4/fsdp2-tp", "torch-2.13-ranks-2/fsdp1", "torch-2.13-ranks-2/fsdp2"):
+        files[data / "rank-files" / name] = torch.load(data / "rank-files" / f"{name}-whole.pt")
+    zero = FOLDER / "zero"
+    if rank() == 0:
+        shutil.unpack_archive(data / "deepspeed" / "stage3-bf16.zip", zero)
+    dist.barrier()
+    with handles.open(zero) as opened:
+        saved: dict[Any, Any] = {"model": {}, "optimizer": {"state": {}}}
+        for name, tensor in opened.items():
+            kind, _, key = name.partition("/")
+            if kind == "module":
+                saved["model"][key] = tensor
+            elif kind == "optimizer":
+                key, _, value = key.removeprefix("state/").partition("/")
+                saved["optimizer"]["state"].setdefault(key, {})[value] = tensor
+    files[zero] = saved
+    for path, saved in files.items():
+        model = fully_shard(module_of(saved.get("model", saved)))
+        optimizer = torch.optim.AdamW(model.parameters()) if "optimizer" in saved else None
+        load_into(model, path, optimizer=optimizer)
+        for key, value in wholes(model).items():
+            assert torch.equal(value, saved.get("model", saved)[key]), (path, key)
+        for number, (key, parameter) in enumerate(model.named_parameters()):
+            states = saved["optimizer"]["state"] if optimizer else {}
+            for name, value in (states.get(key) or states.get(number) or {}).items():
+                assert optimizer is not None
+                assert torch.equal(whole(optimizer.state[parameter][name]), value), (path, key, name)
 
 
 def case_one_rank_fails_before_anything_is_written() -> None:

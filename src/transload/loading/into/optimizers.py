@@ -131,10 +131,13 @@ class OptimizerPlan:
         if place.is_flattened:
             chosen = next((place.groups[name] for name in names if name in place.groups), {})
         elif not all(name.isdecimal() for name in names):
-            for group in place.groups.values():
-                if not set(names).isdisjoint(self._built(group.get("params")) or ()):
-                    chosen = group
-                    break
+            members = [(group, self._built(group.get("params")) or ()) for group in place.groups.values()]
+            fitting = [group for group, params in members if not set(names).isdisjoint(params)]
+            if len(fitting) > 1:
+                self.notes.append(
+                    f"the parameters of group {at} are in several groups of the file: it has the first's settings"
+                )
+            chosen = (fitting or [chosen])[0]
         return {name: self._built(value) for name, value in chosen.items() if name != "params"}
 
     def _built(self, value: Tensor | Path | None) -> Any:
