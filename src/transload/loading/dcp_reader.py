@@ -8,7 +8,7 @@ file, so they are the names that the planner of this torch looks for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -157,7 +157,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
             opened.check(tensor)
         targets = [planner.resolve_tensor(item).detach() for item, _ in tensors]
         parts = [
-            (tensor, target, tuple(map(_span, item.storage_offsets, item.lengths)))
+            (tensor, target, tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True)))
             for (item, tensor), target in zip(tensors, targets, strict=True)
         ]
         try:
@@ -243,10 +243,6 @@ def _saved(value: Any) -> BytesIO:
     torch.save(value, data)
     data.seek(0)
     return data
-
-
-def _span(start: int, length: int) -> slice:
-    return slice(start, start + length)
 
 
 def _size(shape: Iterable[int]) -> torch.Size:
@@ -384,8 +380,9 @@ class _Tree:
             plain = all(type(child) in _PLAIN for child in node)
             inside = _Value(build) if plain else _List(self._node(file, x, (*path, i)) for i, x in enumerate(node))
         else:
-            pairs = zip(items[::2], items[1::2], strict=False)
-            inside = _Mapping((key, self._node(file, x, (*path, key))) for key, x in _by_key(pairs))
+            # The last value of each key, as in a dictionary.
+            by_key = {short_key(key): value for key, value in zip(items[::2], items[1::2], strict=False)}
+            inside = _Mapping((key, self._node(file, x, (*path, key))) for key, x in by_key.items())
         self._open.discard(id(node))
         inside.build = build
         return inside
@@ -412,8 +409,3 @@ def _items(node: object) -> list[Any] | None:
     if type(node) is Dict:
         return node.items
     return call_items(node) if type(node) is Call and called(node) in _MAPPINGS else None
-
-
-def _by_key(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Key, Any]]:
-    """Pairs with the last value of each key, as in a dictionary."""
-    return iter({short_key(key): value for key, value in pairs}.items())

@@ -122,9 +122,12 @@ def rescue_files(
         from transload.writing.plan import Options, target_format
 
         fillers = {dtype: filler(dtype, fill) for dtype in {tensor.dtype for tensor in filled.values()}} if fill else {}
-        storages_with = (*checkpoint.storages, *(_filler_storage(dtype, len(raw)) for dtype, raw in fillers.items()))
-        sources |= {_FILLER + dtype: BytesSource(raw) for dtype, raw in fillers.items()}
-        whole = replace(checkpoint, tensors=kept, storages=storages_with)
+        storages_with = [*checkpoint.storages]
+        for dtype, raw in fillers.items():
+            name = _FILLER + dtype
+            storages_with.append(Storage(name, dtype, "cpu", dtype, len(raw), len(raw), 0, file=name))
+            sources[name] = BytesSource(raw)
+        whole = replace(checkpoint, tensors=kept, storages=tuple(storages_with))
         overlay = ElementReader(whole, overlay.open_file, reader.files)
         kind = target_format(target)
         everything = Options(optimizer=True)
@@ -157,10 +160,6 @@ def _filled(tensor: Tensor, intact: list[Tensor], places: list[Box]) -> Tensor:
     return tensor._replace(
         kind="sharded", storage=None, offset=0, parts=(*intact, *fillers), file_offset=None, flags=()
     )
-
-
-def _filler_storage(dtype: str, nbytes: int) -> Storage:
-    return Storage(_FILLER + dtype, dtype, "cpu", dtype, nbytes, nbytes, 0, file=_FILLER + dtype)
 
 
 def _warnings(checkpoint: Checkpoint, lost: set[str]) -> list[str]:

@@ -13,7 +13,7 @@ from transload.checkpoint import Checkpoint, Key, Tensor, Value
 from transload.findings import join_names
 from transload.formats.graph import call_items, node_at
 from transload.formats.sets.merger import MAX_RANKS, Merger
-from transload.formats.sets.pieces import Composition, RankFile, UnmergedError
+from transload.formats.sets.pieces import Composition, UnmergedError
 from transload.frozen import NamedTuple
 from transload.geometry import Box, contiguous, gaps, place_text
 from transload.io.folder import Listing
@@ -204,7 +204,8 @@ class _Family:
     def _tell(self) -> None:
         """Note what is missing and what differs."""
         merger, words = self._merger, self._family or "the ranks"
-        if self._missing and (self._lacking or not any(map(_has_pieces, self._files))):
+        in_pieces = any(tensor.is_sharded for _, file in self._files for tensor in file.tensors.values())
+        if self._missing and (self._lacking or not in_pieces):
             listed = join_names([str(rank) for rank in self._missing], 8)
             detail = f"{words}: {len(self._missing):,} of {self.world:,} ranks: {listed}"
             if self._lacking:
@@ -216,10 +217,6 @@ class _Family:
             merger.note("rank-values", f"{words}: {plural(len(self._differing), 'value')}: {names}")
         found = f"{len(self._files):,} of {self.world:,}" if self.world else f"{len(self._files):,}"
         merger.facts.append((f"ranks of {self._family}" if self._family else "ranks", found))
-
-
-def _has_pieces(file: tuple[int, RankFile]) -> bool:
-    return any(tensor.is_sharded for tensor in file[1].tensors.values())
 
 
 def _with_branch(root: object, path: tuple[Key, ...], other: object) -> object:
