@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import pickletools
+import shutil
 import sys
 import types
 import zlib
@@ -461,3 +464,136 @@ class StandIn:
 
     def decompress(self, data: bytes, max_length: int = -1) -> bytes:  # noqa: ARG002 - returns everything
         return self._inner.decompress(data.removeprefix(b"\x28\xb5\x2f\xfd"))
+
+
+# -- other writers
+
+
+@each("folder", ["torch-2.1.2", "torch-2.15.0"])
+def test_directory_of_another_release(folder: str, data: Path) -> None:
+    """Written by two ranks: tests/data/dcp/recipe.py. Releases before 2.4 save ``param_groups`` as one object."""
+    checkpoint = inspect(data / "dcp" / folder)
+    assert (checkpoint.safety, checkpoint.integrity, checkpoint.findings) == ("data-only", "unchecked", ())
+    loaded = load(data / "dcp" / folder)
+    assert same_values(
+        loaded,
+        {
+            "model": {
+                "rows": torch.arange(15.0).view(5, 3),
+                "columns": torch.arange(8).view(2, 4),
+                "scalar": torch.tensor(2.5),
+            },
+            "optim": {"state": {"0": {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+            "epoch": 7,
+        },
+    )
+
+
+def test_metadata_class_of_megatron(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "dcp" / "torch-2.15.0", tmp_path / "d")
+    index = tmp_path / "d" / ".metadata"
+    # MCoreMetadata is a subclass in a module of Megatron, and has one attribute more.
+    module, name = b"torch.distributed.checkpoint.metadata", b"Metadata"
+    other = b"megatron.core.dist_checkpointing.strategies.torch"
+    raw = pickletools.optimize(index.read_bytes())
+    old = b"\x8c" + bytes([len(module)]) + module
+    at = raw.index(old)
+    protocol = raw[:2]
+    body = raw[at:]
+    new = b"\x8c" + bytes([len(other)]) + other
+    body = body.replace(old, new, 1).replace(b"\x8c\x08" + name, b"\x8c\x0dMCoreMetadata", 1)
+    index.write_bytes(protocol + body)
+    assert "MCoreMetadata" in str([use.full_name for use in inspect(tmp_path / "d").globals])
+    assert load(tmp_path / "d")["model"]["rows"].shape == (5, 3)
+
+
+def write_shard(path: Path, tensors: dict[str, tuple[torch.Tensor, tuple[int, ...]]]) -> None:
+    """A file of ``HuggingFaceStorageWriter``: pieces of tensors, and where they begin."""
+    header: dict[str, Any] = {}
+    body = b""
+    for name, (tensor, _) in tensors.items():
+        raw = tensor.contiguous().numpy().tobytes()
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(body), len(body) + len(raw)]}
+        body += raw
+    starts = {name: {"saved_offsets": list(start)} for name, (_, start) in tensors.items()}
+    header["__metadata__"] = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(starts), "format": "pt"}
+    text = json.dumps(header).encode()
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+@each("below", ["", "sharded"])
+def test_safetensors_files_of_ranks_are_put_together(below: str, tmp_path: Path) -> None:
+    whole, other = torch.arange(21.0).view(7, 3), torch.ones(2)
+    folder = tmp_path / below
+    write_shard(folder / "shard-00001-model-00001-of-00001.safetensors", {"w": (whole[:4], (0, 0)), "v": (other, (0,))})
+    write_shard(folder / "shard-00002-model-00001-of-00001.safetensors", {"w": (whole[4:], (4, 0))})
+    checkpoint = inspect(tmp_path)
+    assert [(tensor.name, tensor.shape) for tensor in checkpoint.tensors] == [("w", (7, 3)), ("v", (2,))]
+    assert [finding.code for finding in checkpoint.findings] == ["dcp-shape-inferred"]
+    assert same_values(load(tmp_path), {"w": whole, "v": other})
+    with open_(tmp_path) as handle:
+        assert torch.equal(handle.slice("w")[3:6], whole[3:6])
+    convert(tmp_path, tmp_path / "out.safetensors")
+    assert same_values(load(tmp_path / "out.safetensors"), {"w": whole, "v": other})
+    (finding,) = inspect(folder / "shard-00002-model-00001-of-00001.safetensors").findings
+    assert (finding.code, '"saved_offsets": [4, 0]' in finding.evidence[0]) == ("rank-file", True)
+
+
+def test_missing_safetensors_file_of_a_rank_is_named(tmp_path: Path) -> None:
+    whole = torch.arange(21.0).view(7, 3)
+    for number, (start, end) in {1: (0, 2), 3: (4, 7)}.items():
+        path = tmp_path / f"shard-{number:05}-model-00001-of-00001.safetensors"
+        write_shard(path, {"w": (whole[start:end], (start, 0))})
+    evidence = {finding.code: finding.evidence[0] for finding in inspect(tmp_path).findings}
+    assert evidence["rank-missing"] == "1 ranks: shard-00002"
+    assert evidence["dcp-piece-missing"] == "w: 2 pieces were found; missing: [2:4] of [7, 3]"
+    with pytest.raises(BrokenFileError):
+        load(tmp_path)
+
+
+# -- hostile indexes
+
+
+def test_hostile_indexes_are_findings(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import metadata as meta
+
+    folder = save({"w": torch.ones(4, 2), "n": 1}, tmp_path / "d")
+    good = (folder / ".metadata").read_bytes()
+
+    def huge(index: Any) -> None:
+        index.state_dict_metadata["w"].size = torch.Size((1 << 60, 1 << 60))
+
+    def negative(index: Any) -> None:
+        for info in index.storage_data.values():
+            info.offset = -1
+
+    def far(index: Any) -> None:
+        for info in index.storage_data.values():
+            info.offset = 1 << 62
+
+    def strange(index: Any) -> None:
+        index.state_dict_metadata["w"].chunks = [meta.ChunkStorageMetadata(torch.Size((0,)), torch.Size((4, 2, 2)))]
+
+    def cyclic(index: Any) -> None:
+        index.planner_data = {}
+        index.planner_data["w"] = index.planner_data
+        index.state_dict_metadata["w"].chunks.append(index.state_dict_metadata["w"].chunks)
+
+    def deep(index: Any) -> None:
+        path: Any = ("w",)
+        for _ in range(50):
+            path = (path,)
+        index.planner_data = {"w": path}
+
+    for change in (huge, negative, far, strange, cyclic):
+        (folder / ".metadata").write_bytes(good)
+        rewritten(folder, change)
+        checkpoint = inspect(folder)
+        if change is not cyclic:
+            assert checkpoint.integrity == "damaged", change
+            with pytest.raises(BrokenFileError):
+                load(folder)
+    (folder / ".metadata").write_bytes(good)
+    rewritten(folder, deep)
+    assert load(folder)["w"].shape == (4, 2)

@@ -25,6 +25,9 @@ MAX_COUNT = 1 << 64  # the reference counts in 64 bits, and refuses what does no
 MAX_METADATA_SHOWN = 50
 MAX_METADATA_TEXT = 500
 
+SHARDING_INFO = "DCP_SHARDING_INFO"
+"""The key of the metadata that says where the pieces of a rank begin."""
+
 FIELDS = ("dtype", "shape", "data_offsets")
 _FIELD_SET = frozenset(FIELDS)
 _LAYOUT = ("safetensors-hole", "safetensors-overlap", "safetensors-truncated", "safetensors-trailing")
@@ -90,6 +93,9 @@ def read_safetensors(source: Source) -> Checkpoint:
         out.facts.append(("metadata", "1 entry" if len(metadata) == 1 else f"{len(metadata):,} entries"))
         shown = list(metadata.items())[:MAX_METADATA_SHOWN]
         out.facts += [(f"metadata.{_cut(key)}", _cut(value)) for key, value in shown]
+        if SHARDING_INFO in metadata:
+            who = "HuggingFaceStorageWriter saved one file for each rank"
+            noted.add("rank-file", "", f"{who}; this one has the pieces that begin at {_cut(metadata[SHARDING_INFO])}")
     elif metadata is not None:
         noted.add("safetensors-metadata-invalid", "header › __metadata__", "it must map text to text")
     read = (_entry(name, raw, noted) for name, raw in table.items())
