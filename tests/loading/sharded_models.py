@@ -292,6 +292,16 @@ def case_fsdp1() -> None:
             assert_filled(model, seeded(kind))
 
 
+def case_fsdp1_custom_code() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for orig in (True, False):
+        model = FullyShardedDataParallel(Custom(4, 6, bias=False), device_id=torch.device("cpu"), use_orig_params=orig)
+        error = errors_of(functools.partial(load_into, model, FOLDER / "weight.pt"))
+        assert isinstance(error, LoadError), repr(error)
+        assert "FSDP1 has flattened weight" in str(error)
+
+
 def case_fsdp2_optimizer() -> None:
     for meta, name in product((False, True), ("trained.pt", "trained")):
         model = sharded(meta=meta)

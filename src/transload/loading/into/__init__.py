@@ -213,6 +213,10 @@ def _refuse(comparison: Comparison, *, strict: bool) -> None:
     nothing = not comparison.match.tensors and not comparison.custom and bool(comparison.slots)
     if comparison.shapes or comparison.dtypes or keys_differ or nothing:
         raise MismatchError(comparison, [])
+    custom = tuple(comparison.custom)
+    if flat := [key for key, slot in comparison.slots.items() if slot.flat is not None and key.startswith(custom)]:
+        what = f"FSDP1 has flattened {join_names(flat, SHOWN)}, which custom loading code of the module needs whole"
+        raise LoadError(what, where=comparison.opened.checkpoint.path, fix="Load the model before it is wrapped.")
 
 
 def _targets(comparison: Comparison, devices: dict[int, str]) -> list[torch.Tensor]:
