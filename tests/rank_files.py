@@ -76,7 +76,7 @@ def rank_file(
     first, last = min(rows, rank * step), min(rows, (rank + 1) * step)
     values = array("f", [float(row) for row in range(first, last) for _ in range(2)])
     local = forge.tensor("0", (last - first, 2), (2, 1), numel=len(values))
-    whole = dtensor(local, (rows, 2), (placement("Shard", dim=0),), mesh((world,), (rank,)))
+    whole = dtensor(local, (rows, 2), (placement("Shard", dim=0),), mesh((world,), (rank,), _rank=rank))
     body = forge.dictionary({"w": whole, **more})
     return forge.checkpoint(forge.pickled(body), {"0": values.tobytes(), "1": b"", **storages})
 

@@ -133,6 +133,18 @@ def test_a_missing_replica_is_not_missed(tmp_path: Path) -> None:
     assert inspect(tmp_path).integrity == "damaged"
 
 
+def test_a_mesh_of_some_ranks_does_not_say_which_rank_it_is(tmp_path: Path) -> None:
+    for rank in range(4):  # the mesh of ranks 2 and 3 is another one
+        local = forge.tensor("0", (2, 2), (2, 1))
+        body = forge.dictionary({"w": dtensor(local, (4, 2), (placement("Shard", dim=0),), mesh((2,), (rank % 2,)))})
+        (tmp_path / f"rank_{rank}.pt").write_bytes(forge.checkpoint(forge.pickled(body), {"0": bytes(16), "1": b""}))
+    checkpoint = inspect(tmp_path)
+    assert checkpoint.integrity == "unchecked"
+    assert len(checkpoint.tensor("w").parts) == 2
+    assert inspect(tmp_path / "rank_3.pt").flavour == "one rank's share"
+    assert "place 1 of 2 in its mesh" in evidence(inspect(tmp_path / "rank_3.pt"), "rank-file")
+
+
 def test_files_that_do_not_belong_together_are_not_merged(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     for name, changes, expected in (

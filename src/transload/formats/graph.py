@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import repeat
-from operator import itemgetter
 from typing import Any
 
 from transload.checkpoint import Key, Leaf, Storage, Tensor
@@ -285,13 +284,13 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
         walk.noted.add("leaves-uncounted", "", f"{walk.skipped} further values are not listed")
     facts: tuple[tuple[str, str], ...] = ()
     if table.shares:
-        rank, world = max(table.shares, key=itemgetter(1))
-        facts = (("rank", str(rank)), ("world size", str(world))) if world else ()
+        world, rank, place = max(table.shares)
+        who = f"rank {rank} of {world}" if rank >= 0 else f"the rank at place {place} of {world} in its mesh"
+        if world:
+            facts = (("place in the mesh" if rank < 0 else "rank", str(max(rank, place))), ("world size", str(world)))
         if pieces := [_piece_words(tensor) for tensor in walk.tensors if tensor.is_sharded]:
-            who = f"rank {rank} of {world}" if world else "a rank"
-            detail = (
-                f"the share of {who}: {plural(len(pieces), 'tensor')} of which it has a piece: {join_names(pieces, 3)}"
-            )
+            has = f"{plural(len(pieces), 'tensor')} of which it has a piece: {join_names(pieces, 3)}"
+            detail = f"the share of {who if world else 'a rank'}: {has}"
             walk.noted.add("rank-file", "", detail)
     problems = (*walk.noted.problems(), *table.noted.problems())
     users = table.users

@@ -43,10 +43,15 @@ class Local(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one rank has of a distributed tensor; ``rank`` is -1 if the file does not say it."""
+    """What one rank has of a distributed tensor.
+
+    ``rank`` is -1 if the file does not say it: before 2.10, a DTensor only says where in its mesh of ``world`` ranks it
+    is (``place``), which may be a part of all ranks. ``world`` is 0 if it is not known.
+    """
 
     local: tuple[Local, ...]
     rank: int
+    place: int
     world: int
 
 
@@ -132,7 +137,7 @@ def _sharded_tensor(shape: tuple[int, ...], state: Any) -> Piece:
     group = _fields(state[2])
     rank, world = group.get("global_rank"), group.get("global_world_size")
     known = type(rank) is int and type(world) is int and 0 <= rank < world <= MAX_WORLD
-    return Piece(tuple(local), *((rank, world) if known else (-1, 0)))  # type: ignore[arg-type]
+    return Piece(tuple(local), *((rank, rank, world) if known else (-1, -1, 0)))  # type: ignore[arg-type]
 
 
 # -- DTensor: a local tensor, a mesh of ranks, and for each dimension of the mesh a placement
@@ -141,6 +146,9 @@ def _sharded_tensor(shape: tuple[int, ...], state: Any) -> Piece:
 def _dtensor(shape: tuple[int, ...], state: Dict) -> Piece:
     spec = _fields(state.get("_spec"))
     sizes, coordinate, rank = _mesh(spec.get("mesh"))
+    place = 0
+    for size, at in zip(sizes, coordinate, strict=True):
+        place = place * size + at
     placements: Any = spec.get("placements")
     if type(placements) not in (tuple, list) or len(placements) != len(sizes):
         raise UnplacedError("it has no placement for each dimension of its mesh")
@@ -172,11 +180,11 @@ def _dtensor(shape: tuple[int, ...], state: Dict) -> Piece:
         start = tuple([run[0] for run, _ in combination])
         extent = tuple([run[1] - run[0] for run, _ in combination])
         boxes.append((Box(start, extent), tuple([at for _, at in combination])))
-    return Piece((Local(state.get("_local_tensor"), tuple(boxes)),), rank, prod(sizes))
+    return Piece((Local(state.get("_local_tensor"), tuple(boxes)),), rank, place, prod(sizes))
 
 
 def _mesh(node: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """The sizes of a mesh, the coordinate of the rank that saved it, and that rank."""
+    """The sizes of a mesh, the coordinate of the rank that saved it, and that rank, -1 if it is not known."""
     state = _fields(node)
     mesh: Any = state.get("mesh")  # up to 2.9, a tensor of ranks
     if type(mesh) is Call and type(mesh.args) is tuple and len(mesh.args) > 2:
@@ -198,10 +206,7 @@ def _mesh(node: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     if not inside or prod(sizes) > MAX_WORLD:
         raise UnplacedError("its place in the mesh is not inside it")
     rank: Any = state.get("_rank")
-    if type(rank) is not int or not 0 <= rank < MAX_WORLD:
-        rank = 0  # older releases say it only in the bytes of a tensor; ranks are in order, as a rule
-        for size, at in zip(sizes, coordinate, strict=True):
-            rank = rank * size + at
+    rank = rank if type(rank) is int and 0 <= rank < MAX_WORLD else -1
     return sizes, coordinate, rank
 
 

@@ -81,7 +81,7 @@ class StorageTable:
         self.users: defaultdict[str, list[str]] = defaultdict(list)  # the names of the tensors over each
         self.noted = LimitedProblems()
         self.budget = Budget()
-        self.shares: list[tuple[int, int]] = []  # the rank and the world size that each distributed tensor states
+        self.shares: list[tuple[int, int, int]] = []  # of each distributed tensor: ``world``, ``rank`` and ``place``
         self._seen: dict[int, tuple[Storage, int, str] | None] = {}
         self._views: dict[str, tuple[str, int, int]] = {}
 
@@ -378,7 +378,7 @@ class RebuildReader:
             table.noted.add("piece-unplaced", at[1] or "the root", wrong)
             nodes = local_nodes(cls, state)
             return whole._replace(parts=tuple([self._rebuild(node, at, "_local_tensor") for node in nodes]))
-        table.shares.append((piece.rank, piece.world))
+        table.shares.append((piece.world, piece.rank, piece.place))
         if len(parts) == 1 and parts[0].shape == whole.shape:
             return parts[0]._replace(path=at[0], start=None, requires_grad=whole.requires_grad, cls=whole.cls)
         return whole._replace(kind="sharded", parts=tuple(parts))

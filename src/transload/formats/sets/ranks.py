@@ -11,9 +11,9 @@ import re
 
 from transload.checkpoint import Checkpoint, Key, Tensor, Value
 from transload.findings import join_names
-from transload.formats.graph import call_items, node_at
+from transload.formats.graph import call_items, node_at, short_key
 from transload.formats.sets.merger import MAX_RANKS, Merger
-from transload.formats.sets.pieces import Composition, UnmergedError
+from transload.formats.sets.pieces import Composition, RankFile, UnmergedError
 from transload.frozen import NamedTuple
 from transload.geometry import Box, contiguous, gaps, place_text
 from transload.io.folder import Listing
@@ -26,9 +26,12 @@ _NAME = re.compile(
     r"(?P<family>.*?)(?:[._-]?world_size[._-]?(?P<world>\d{1,6}))?"
     r"(?:(?:^|[._-])(?P<word>rank)[._-]?|[._-])(?P<rank>\d{1,6})\.(?:pt|pth|bin|ckpt|pkl)"
 )
+_USUAL = re.compile(r"(?:pytorch_)?(model|optimizer)(?:_fsdp)?(?:_0)?")  # how accelerate numbers models and optimizers
 # Values that all ranks of one save agree about; others may be a rank's own, such as the state of its random generator.
 _PROGRESS = frozenset({"step", "steps", "global_step", "global_steps", "epoch", "iteration", "iter"})
 _FLAT = "_flat_param"
+# Of a tensor. Finding out what they leave open takes the longer the more there are, and ten thousand ranks are many.
+_MOST_PIECES = 10_000
 _SHOWN = 3
 
 
@@ -52,7 +55,9 @@ def _families(listing: Listing) -> dict[str, list[_Name]]:
     numbered: dict[str, list[_Name]] = {}
     for file in listing.files:
         if match := _NAME.fullmatch(file):
-            name = _Name(file, match["family"].rstrip("._-"), int(match["world"] or 0), int(match["rank"]))
+            family = match["family"].rstrip("._-")
+            usual = _USUAL.fullmatch(family)
+            name = _Name(file, usual[1] if usual else family, int(match["world"] or 0), int(match["rank"]))
             (families if match["word"] else numbered).setdefault(name.family, []).append(name)
     # A lone number says nothing, and neither do numbers that do not begin with 0.
     numbered = {family: names for family, names in numbered.items() if {0, 1} <= {name.rank for name in names}}
@@ -86,7 +91,7 @@ def _is_of_rank(merger: Merger, name: _Name) -> bool:
         return True
     checkpoint = merger.open(name.file)
     facts = dict(checkpoint.facts) if checkpoint else {}
-    return "world size" in facts and facts["rank"] == str(name.rank)
+    return "world size" in facts and facts.get("rank", facts.get("place in the mesh")) == str(name.rank)
 
 
 class _Family:
@@ -108,8 +113,8 @@ class _Family:
         if len(worlds) > 1:
             counts = " and ".join(f"{world:,}" for world in sorted(worlds))
             raise whole.mixed(f"the files of {family or 'the ranks'} are of runs with {counts} ranks")
-        self.world = next(iter(worlds), 0)
         ranks = [name.rank for name in names]
+        self.world = max([*worlds, max(ranks) + 1]) if worlds else 0  # a mesh may be a part of all ranks
         if len(set(ranks)) < len(ranks):
             raise whole.mixed(f"several files of {family or 'the ranks'} are of the same rank")
         self._missing = [rank for rank in range(min(self.world, MAX_RANKS)) if rank not in ranks]
@@ -122,23 +127,24 @@ class _Family:
     def merge(self, steps: tuple[Key, ...]) -> None:
         """Put the object of the first rank at a path of the whole, with whole tensors."""
         first = self._files[0][1]
-        root, members = first.checkpoint.root, dict[int, dict[Key, object]]()
-        position = len(self._whole.tensors)
-        paths = dict.fromkeys(path for _, file in self._files for path in file.tensors)
-        if any(path and str(path[-1]).endswith(_FLAT) for path in paths):
+        held: dict[tuple[Key, ...], list[tuple[int, RankFile]]] = {}
+        for rank, file in self._files:
+            for path in file.tensors:
+                held.setdefault(path, []).append((rank, file))
+        if any(path and str(path[-1]).endswith(_FLAT) for path in held):
             why = "FSDP saved flat parameters (LOCAL_STATE_DICT), and the shapes of the weights are not in the files"
             raise UnmergedError(f"{why}: only the model that saved them can load them")
-        for path in paths:
-            held = [(rank, file.tensors[path]) for rank, file in self._files if path in file.tensors]
-            tensor = self._merged(path, held)._replace(cls="")
-            if node_at(root, path, members) is not None:
+        root, members = _Grafted(first.checkpoint.root), dict[int, dict[Key, object]]()
+        position = len(self._whole.tensors)
+        for path, files in held.items():
+            tensor = self._merged(path, [(rank, file.tensors[path]) for rank, file in files])._replace(cls="")
+            if node_at(first.checkpoint.root, path, members) is not None:
                 self._whole.put((*steps, *path), tensor)
-                continue
-            other = next(file for _, file in self._files if path in file.tensors)
-            root, members = _with_branch(root, path, other.checkpoint.root), {}
-            self._whole.put_copy((*steps, *path), tensor)
+            else:  # a rank of a pipeline has layers that the first one has not
+                root.add(path, files[0][1].checkpoint.root)
+                self._whole.put_copy((*steps, *path), tensor)
         self._compare_values()
-        self._whole.put_value(Value(steps, root, first.name, position), first.checkpoint.leaves)
+        self._whole.put_value(Value(steps, root.node, first.name, position), first.checkpoint.leaves)
         self._tell()
 
     def _merged(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> Tensor:
@@ -161,6 +167,8 @@ class _Family:
             for part in tensor.parts if tensor.is_sharded else whole:
                 if part.numel:
                     parts.setdefault((part.start, part.shape), part)
+        if len(parts) > _MOST_PIECES:
+            raise UnmergedError(f"{name} is in {len(parts):,} pieces")
         boxes = [Box(part.start or (), part.shape) for part in parts.values()]
         lost = gaps(first.shape, boxes)
         if sum(box.numel for box in (*boxes, *lost)) != first.numel:
@@ -219,33 +227,41 @@ class _Family:
         merger.facts.append((f"ranks of {self._family}" if self._family else "ranks", found))
 
 
-def _with_branch(root: object, path: tuple[Key, ...], other: object) -> object:
-    """An object with what another one has at a path: a rank of a pipeline has layers that the first one has not.
+class _Grafted:
+    """An object with branches of others: a copy of it, as far as it is changed."""
 
-    ``UnmergedError`` if there is no dictionary to put it into.
-    """
-    items = _items(root)
-    if items is None or not path:
-        raise UnmergedError(f"the objects of the ranks have different structures at {'/'.join(map(str, path))}")
-    here = node_at(root, path[:1], absent=_ABSENT)
-    there = node_at(other, path[:1])
-    if here is _ABSENT:
-        new = [*items, path[0], there]
-    else:
-        inner = _with_branch(here, path[1:], there)
-        new = [inner if at % 2 and items[at - 1] == path[0] else item for at, item in enumerate(items)]
-    if type(root) is Dict:
-        return Dict(new)
-    made = Call(root.callee, (), root.kind, root.position)  # type: ignore[attr-defined]
-    made.items, made.states = new, root.states  # type: ignore[attr-defined]
-    return made
+    def __init__(self, root: object) -> None:
+        self.node = root
+        # The containers that were copied, by path: their keys and values, and where the value of each key is.
+        self._copies: dict[tuple[Key, ...], tuple[list[object], dict[Key, int]]] = {}
 
+    def add(self, path: tuple[Key, ...], other: object) -> None:
+        """Add what another object has at a path; ``UnmergedError`` if there is no dictionary to put it into."""
+        for depth, step in enumerate(path):
+            items, places = self._copied(path[:depth])
+            if step not in places:
+                places[step] = len(items) + 1
+                items += [step, node_at(other, path[: depth + 1])]
+                return
 
-_ABSENT = object()
-
-
-def _items(node: object) -> list[object] | None:
-    """The keys and values of a plain or an ordered dictionary."""
-    if type(node) is Dict:
-        return node.items
-    return call_items(node) if type(node) is Call and called(node) == "collections.OrderedDict" else None
+    def _copied(self, path: tuple[Key, ...]) -> tuple[list[object], dict[Key, int]]:
+        """The keys and values of a dictionary in the copy."""
+        if path in self._copies:
+            return self._copies[path]
+        above = self._copies[path[:-1]] if path else None
+        node = above[0][above[1][path[-1]]] if above else self.node
+        items = call_items(node) if type(node) is Call else node.items if type(node) is Dict else []
+        copy: Dict | Call = Dict([*items])
+        if type(node) is Call and called(node) == "collections.OrderedDict":
+            copy = Call(node.callee, (), node.kind, node.position)
+            copy.items, copy.states = [*items], node.states
+        elif type(node) is not Dict:
+            name = "/".join(map(str, path)) or "the root"
+            raise UnmergedError(f"the objects of the ranks have different structures at {name}")
+        if above:
+            above[0][above[1][path[-1]]] = copy
+        else:
+            self.node = copy
+        own = copy.items or []
+        self._copies[path] = own, {short_key(own[at]): at + 1 for at in range(0, len(own) - 1, 2)}
+        return self._copies[path]
