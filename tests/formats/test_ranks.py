@@ -210,3 +210,6 @@ def test_a_truncated_rank_leaves_the_rows_of_the_others(tmp_path: Path) -> None:
         assert checkpoint.integrity in ("damaged", "repairable"), share
         with pytest.raises(BrokenFileError):
             transload.load(tmp_path)
+    (tmp_path / "model_rank_1.pt").write_bytes(rank_file(1))
+    (tmp_path / "model_rank_0.pt").write_bytes(b"")
+    assert inspect(tmp_path).format == "rank-files"

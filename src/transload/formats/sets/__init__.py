@@ -64,7 +64,7 @@ def read(
         checkpoint = sharded.read_index(merger, index)
         return replace(checkpoint, path=folder.path(index))
     listing = folder.list()
-    kinds = (kind for kind in (*_KINDS, single) if kind.matches(listing))
+    kinds = (kind for kind in (*_KINDS, single, ranks.Numbered()) if kind.matches(listing))
     found = (kind.read(Merger(listing, read_file, open_file, read_item, lazy=lazy)) for kind in kinds)
     checkpoint = next(filter(None, found), None) or _describe_unknown(listing)
     # Add dangling links, and files that are not part of the checkpoint: a program that loads the directory may load

@@ -32,6 +32,7 @@ _PROGRESS = frozenset({"step", "steps", "global_step", "global_steps", "epoch", 
 _FLAT = "_flat_param"
 # Of a tensor. Finding out what they leave open takes the longer the more there are, and ten thousand ranks are many.
 _MOST_PIECES = 10_000
+_TRIED = 4
 _SHOWN = 3
 
 
@@ -45,31 +46,49 @@ class _Name(NamedTuple):
 
 
 def matches(listing: Listing) -> bool:
-    """Whether files are named after ranks, or are numbered; only what is in them shows that they are rank files."""
-    return bool(_families(listing))
-
-
-def _families(listing: Listing) -> dict[str, list[_Name]]:
-    """The files that may be those of ranks: by the rest of their names, then by rank."""
-    families: dict[str, list[_Name]] = {}
-    numbered: dict[str, list[_Name]] = {}
-    for file in listing.files:
-        if match := _NAME.fullmatch(file):
-            family = match["family"].rstrip("._-")
-            usual = _USUAL.fullmatch(family)
-            name = _Name(file, usual[1] if usual else family, int(match["world"] or 0), int(match["rank"]))
-            (families if match["word"] else numbered).setdefault(name.family, []).append(name)
-    # A lone number says nothing, and neither do numbers that do not begin with 0.
-    numbered = {family: names for family, names in numbered.items() if {0, 1} <= {name.rank for name in names}}
-    families = families or numbered
-    return {family: sorted(names, key=lambda name: name.rank) for family, names in sorted(families.items())}
+    """Whether files are named after ranks."""
+    return bool(_families(listing, numbered=False))
 
 
 def read(merger: Merger) -> Checkpoint | None:
     """Put the files of all ranks together; ``None`` if they are not the files of ranks."""
-    families = _families(merger.listing)
-    if not any(_is_of_rank(merger, names[0]) for names in families.values()):
+    families = _families(merger.listing, numbered=False)
+    # One is enough, since others may be damaged.
+    if not any(_is_of_rank(merger, name) for names in families.values() for name in names[:_TRIED]):
         return None
+    return _merged(merger, families)
+
+
+class Numbered:
+    """Rank files that are only numbered, as epochs are, too."""
+
+    def matches(self, listing: Listing) -> bool:
+        """Whether files are numbered from 0 on."""
+        return bool(_families(listing, numbered=True))
+
+    def read(self, merger: Merger) -> Checkpoint | None:
+        """As ``read``."""
+        families = _families(merger.listing, numbered=True)
+        found = any(all(_is_of_rank(merger, name) for name in names[:2]) for names in families.values())
+        return _merged(merger, families) if found else None
+
+
+def _families(listing: Listing, *, numbered: bool) -> dict[str, list[_Name]]:
+    """The files that may be those of ranks: by the rest of their names, then by rank."""
+    families: dict[str, list[_Name]] = {}
+    for file in listing.files:
+        match = _NAME.fullmatch(file)
+        if match and numbered == (match["word"] is None):
+            family = match["family"].rstrip("._-")
+            usual = _USUAL.fullmatch(family)
+            name = _Name(file, usual[1] if usual else family, int(match["world"] or 0), int(match["rank"]))
+            families.setdefault(name.family, []).append(name)
+    if numbered:
+        families = {key: names for key, names in families.items() if {0, 1} <= {name.rank for name in names}}
+    return {family: sorted(names, key=lambda name: name.rank) for family, names in sorted(families.items())}
+
+
+def _merged(merger: Merger, families: dict[str, list[_Name]]) -> Checkpoint:
     merger.format, merger.ranked = "rank-files", True
     whole = Composition(merger)
     try:
@@ -86,7 +105,7 @@ def read(merger: Merger) -> Checkpoint | None:
 
 
 def _is_of_rank(merger: Merger, name: _Name) -> bool:
-    """Whether the first file of a family is one of a rank: its name says so, or it has distributed tensors."""
+    """Whether a file is one of a rank: its name says so, or it has distributed tensors."""
     if name.world:
         return True
     checkpoint = merger.open(name.file)
@@ -157,7 +176,7 @@ class _Family:
                 raise self._whole.mixed(f"{name} is {here} on rank {rank}, {there} on rank {other}")
         if any(tensor.kind == "subclass" and tensor.cls in ("DTensor", "ShardedTensor") for _, tensor in held):
             raise UnmergedError(f"how {name} is divided among the ranks is not clear")
-        if all(tensor.kind != "sharded" for _, tensor in held):
+        if not any(tensor.is_sharded for _, tensor in held):
             self._compare_copies(path, held)
             return first
         # The parts of replicas are the same; empty ones say nothing.
