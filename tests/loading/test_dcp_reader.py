@@ -32,6 +32,7 @@ from transload.errors import (
 )
 
 RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
+RANK_FILES = Path(__file__).parent.parent / "data" / "rank-files"
 WEIGHTS = {"fc.weight": torch.arange(12.0).view(3, 4), "fc.bias": torch.tensor([1.5, 2.5, 3.5], dtype=torch.bfloat16)}
 
 
@@ -181,6 +182,25 @@ def test_every_format_of_weights(tmp_path: Path) -> None:
     whole = ["flat.pt", "flat.safetensors", "shards", "bins", "module.pt", "scripted.pt", "dir"]
     inside = [("in a dict.pt", "net"), ("list.pt", "0"), ("tuple.pt", "0")]
     for_each([*((name, "") for name in whole), *inside], check)
+
+
+def test_files_of_ranks_are_read_as_one_checkpoint() -> None:
+    def check(folder: Path) -> None:
+        whole = torch.load(folder.with_name(f"{folder.name}-whole.pt"), weights_only=True)
+        target = zeroed(whole)
+        load(target, CheckpointReader(folder))
+        assert [*flat(target)] == [*flat(whole)]
+
+    def flat(value: Any) -> Iterator[Any]:
+        if isinstance(value, dict):
+            for key, member in value.items():
+                yield key
+                yield from flat(member)
+        else:
+            yield value.tolist() if isinstance(value, torch.Tensor) else value
+
+    folders = sorted(path for path in RANK_FILES.glob("torch-*/*") if path.is_dir() and path.name != "fsdp1-local")
+    for_each(folders, check)
 
 
 def test_prefix_and_rename_make_names_fit(tmp_path: Path) -> None:
