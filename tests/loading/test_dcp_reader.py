@@ -374,6 +374,11 @@ def test_it_is_a_storage_reader_that_can_be_reset(tmp_path: Path) -> None:
     assert not CheckpointReader.validate_checkpoint_id(tmp_path / "none")
     with pytest.raises(UsageError, match="no checkpoint open"):
         reader.read_data(dcp.LoadPlan([]), DefaultLoadPlanner())
+    reader.read_metadata()
+    index = dcp.metadata.MetadataIndex("b")
+    item = dcp.planner.ReadItem(dcp.planner.LoadItemType.BYTE_IO, index, index, index, index, index)
+    with pytest.raises(UsageError, match="the plan asks for the object b, which it does not have"):
+        reader.read_data(dcp.LoadPlan([item]), DefaultLoadPlanner())
     with pytest.raises(UsageError, match="threads"):
         CheckpointReader(tmp_path / "a.pt", threads=0)
 

@@ -20,6 +20,7 @@ from transload.findings import join_names
 from transload.formats.graph import call_items, short_key
 from transload.formats.tensors import Budget, TooMuch
 from transload.frozen import NamedTuple
+from transload.geometry import Box
 from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
@@ -141,42 +142,43 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
         from torch.distributed.checkpoint.planner import LoadItemType
 
         opened = self._open()
-        objects: list[tuple[ReadItem, BytesIO]] = []
-        tensors: list[tuple[ReadItem, Tensor]] = []
-        for item in plan.items:
-            entry = self._entries.get(item.storage_index.fqn)
-            if entry is None:
-                raise UsageError(
-                    f"the plan asks for {item.storage_index.fqn}, which it does not have", where=repr(self)
-                )
-            if item.type == LoadItemType.BYTE_IO:
-                objects.append((item, _saved(entry.build())))
-            elif entry.tensor is not None:
-                tensors.append((item, entry.tensor))
-        for tensor in dict.fromkeys(tensor for _, tensor in tensors):
-            opened.check(tensor)
-        targets = [planner.resolve_tensor(item).detach() for item, _ in tensors]
-        parts = [
-            (tensor, target, tuple(slice(at, at + n) for at, n in zip(item.storage_offsets, item.lengths, strict=True)))
-            for (item, tensor), target in zip(tensors, targets, strict=True)
-        ]
-        try:
-            opened.fill(parts, self._settings)
-            opened.check_unchanged()
-        except TransloadError as error:
-            error.fix = f"The tensors of the state dict may be partly filled. {error.fix}".rstrip()
-            raise
-        for item, data in objects:
-            planner.load_bytes(item, data)
-        for (item, _), target in zip(tensors, targets, strict=True):
-            planner.commit_tensor(item, target)
+        with gc_paused(user_objects=True), opened:
+            objects: list[tuple[ReadItem, BytesIO]] = []
+            tensors: list[tuple[ReadItem, Tensor]] = []
+            for item in plan.items:
+                name, is_object = item.storage_index.fqn, item.type == LoadItemType.BYTE_IO
+                entry = self._entries.get(name)
+                if entry is None or (entry.tensor is None and not is_object):
+                    what = f"the plan asks for the {'object' if is_object else 'tensor'} {name}, which it does not have"
+                    raise UsageError(what, where=opened.checkpoint.path)
+                if is_object:
+                    objects.append((item, _saved(entry.build())))
+                elif entry.tensor is not None:
+                    tensors.append((item, entry.tensor))
+            for tensor in {id(tensor): tensor for _, tensor in tensors}.values():
+                opened.check(tensor)
+            targets = [planner.resolve_tensor(item).detach() for item, _ in tensors]
+            parts = [
+                (tensor, target, Box(tuple(item.storage_offsets), tuple(item.lengths)).slices)
+                for (item, tensor), target in zip(tensors, targets, strict=True)
+            ]
+            try:
+                opened.fill(parts, self._settings)
+                opened.check_unchanged()
+            except TransloadError as error:
+                error.fix = f"The tensors of the state dict may be partly filled. {error.fix}".rstrip()
+                raise
+            for item, data in objects:
+                planner.load_bytes(item, data)
+            for (item, _), target in zip(tensors, targets, strict=True):
+                planner.commit_tensor(item, target)
         self.reset()
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
 
     def _open(self) -> TensorReader:
-        if self._opened is None:
+        if self._opened is None or self._opened.closed:
             raise UsageError("there is no checkpoint open", where=repr(self), fix="Call read_metadata first.")
         return self._opened
 
