@@ -552,6 +552,24 @@ def test_missing_safetensors_file_of_a_rank_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_folders_of_accelerate_are_one_object(tmp_path: Path) -> None:
+    model, optimizer = (
+        {"model": {"w": torch.ones(3)}},
+        {"optimizer": {"state": {"w": {"step": torch.ones(())}}, "n": 1}},
+    )
+    save(model, tmp_path / "pytorch_model_fsdp_0")
+    save(optimizer, tmp_path / "optimizer_0")
+    torch.save({"last_epoch": 2}, tmp_path / "scheduler.bin")
+    checkpoint = inspect(tmp_path)
+    assert (checkpoint.format, checkpoint.flavour) == ("dcp", "accelerate")
+    assert [finding.code for finding in checkpoint.findings] == ["directory-others"]
+    assert same_values(load(tmp_path), {**optimizer, **model})
+    save({"model": {"w": torch.zeros(3)}}, tmp_path / "pytorch_model_fsdp_1")
+    loaded = load(tmp_path)
+    assert sorted(loaded) == ["optimizer", "pytorch_model_fsdp_0", "pytorch_model_fsdp_1"]
+    assert loaded["pytorch_model_fsdp_1"]["model"]["w"].tolist() == [0, 0, 0]
+
+
 # -- hostile indexes
 
 

@@ -14,16 +14,16 @@ from itertools import pairwise
 from math import prod
 from typing import Any, TypeGuard
 
-from transload.checkpoint import Checkpoint, Key, Part, Storage, Tensor, Value
+from transload.checkpoint import Checkpoint, Key, Leaf, Part, Storage, Tensor, Value
 from transload.contents import Item
 from transload.dtypes import itemsize
 from transload.errors import CannotReadError
 from transload.findings import join_names
 from transload.formats.graph import call_items, last_pairs
-from transload.formats.nested import item_source, why_packed
+from transload.formats.nested import item_source, moved_tensor, why_packed
 from transload.formats.pickle_machine import run
 from transload.formats.safetensors import looks_like_safetensors
-from transload.formats.sets.merger import Merger
+from transload.formats.sets.merger import Merger, listed
 from transload.formats.torch_zip import pickle_problems
 from transload.frozen import NamedTuple
 from transload.geometry import Box, box_words, contiguous, gaps
@@ -46,6 +46,7 @@ MAX_LEVELS = 100
 # Objects that ranks have each for themselves are compared up to this size.
 _MAX_COMPARED = 1 << 20
 
+_ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d{1,6})?")
 _At = tuple[int, ...]
 
 
@@ -69,8 +70,14 @@ class _Described(NamedTuple):
 
 
 def matches(listing: Listing) -> bool:
-    """Whether a folder has the metadata, or files of ranks."""
-    return any(name == METADATA or name.endswith(".distcp") for name in listing.files)
+    """Whether a folder has the metadata, or files of ranks; or folders of accelerate that do."""
+    return any(name == METADATA or name.endswith(".distcp") for name in listing.files) or bool(_inner_folders(listing))
+
+
+def _inner_folders(listing: Listing) -> list[str]:
+    """The folders of models and optimizers that accelerate and the Trainer of transformers save."""
+    folders = [name for name in listing.folders if _ACCELERATE.fullmatch(name)]
+    return [name for name in folders if listing.folder.kind(f"{listing.prefix}{name}/{METADATA}") == "file"]
 
 
 def folder_of_rank(path: str) -> str:
@@ -85,7 +92,13 @@ def folder_of_rank(path: str) -> str:
 def read(merger: Merger) -> Checkpoint:
     """Read such a folder, and the state of Lightning's trainer beside it."""
     merger.format = "dcp"
+    if folders := _inner_folders(merger.listing):
+        merger.flavour = "accelerate"
+        _merge_folders(merger, folders)
+        return merger.merged()
     merge_items(merger)
+    if '"torch_dist"' in merger.listing.text("metadata.json"):
+        merger.flavour = "Megatron"
     if "meta.pt" in merger.listing.files:  # Lightning's sharded form
         merge_beside(merger, "meta.pt", "trainer state")
         merger.flavour = "Lightning"
@@ -103,8 +116,26 @@ def merge_beside(merger: Merger, name: str, kind: str) -> None:
     merger.values = [*(value for value in merger.values if value.path[0] not in keys), *added]
 
 
+def _merge_folders(merger: Merger, folders: list[str]) -> None:
+    """Merge several directories: each has a key of the object for itself, unless there is more than one of its kind."""
+    top = merger.listing
+    kinds = [name.rstrip("_0123456789") for name in folders]
+    for name, kind in zip(folders, kinds, strict=True):
+        tensors, values, leaves = len(merger.tensors), len(merger.values), len(merger.leaves)
+        merger.listing = listed(top.folder, top.prefix + name, merger.noted)
+        merge_items(merger)
+        if kinds.count(kind) > 1:
+            merger.tensors[tensors:] = [moved_tensor(each, "", (name,)) for each in merger.tensors[tensors:]]
+            merger.values[values:] = [each._replace(path=(name, *each.path)) for each in merger.values[values:]]
+            merger.leaves[leaves:] = [
+                Leaf((name, *leaf.path), f"{name}/{leaf.name}", leaf.kind, leaf.text) for leaf in merger.leaves[leaves:]
+            ]
+    merger.listing = top
+
+
 def merge_items(merger: Merger) -> None:
     """Merge what the index lists."""
+    before = len(merger.tensors)
     prefix, files = merger.listing.prefix, merger.listing.files
     ranks = [name for name in files if name.endswith(".distcp")]
     merger.parts += [Part(prefix + name, "rank file", files[name]) for name in ranks]
@@ -134,7 +165,7 @@ def merge_items(merger: Merger) -> None:
             whole.append(_assembled(merger, name, paths.get(name, (name,)), described, items))
             continue
         if name in items.values:
-            merger.values.append(items.values[name]._replace(position=len(whole)))
+            merger.values.append(items.values[name]._replace(position=before + len(whole)))
         whole += items.inside.get(name, ())
         if name not in items.listed:
             incomplete.append(name)
@@ -143,7 +174,7 @@ def merge_items(merger: Merger) -> None:
         merger.note("dcp-metadata-invalid", detail, indexes[0])
     elif not entries and any(files[name] for name in ranks):
         merger.note("dcp-metadata-invalid", "it lists nothing, but the files of the ranks are not empty", indexes[0])
-    merger.tensors = whole
+    merger.tensors[before:] = whole
     objects = sum(described is None for described in entries.values())
     count_words = f"{plural(len(entries) - objects, 'tensor')}, {plural(objects, 'other object')}"
     merger.facts.append(("entries", count_words))
