@@ -266,3 +266,11 @@ def test_empty_values_are_kept(target: str, tmp_path: Path) -> None:
     assert (code, report["listed"]) == (0, [])
     leftovers = json.loads(Path(report["leftovers"]).read_text(encoding="utf-8"))["data"]
     assert sorted(leftovers) == ["counts", "seen"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "universal"])
+def test_report_on_a_directory_matches_the_schema(
+    to: str, state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", state, str(tmp_path / "out"), "--to", to, "--json"]) == 0
+    assert validated(capsys.readouterr().out)["to"] == to

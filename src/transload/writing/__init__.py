@@ -437,10 +437,18 @@ def _write_dcp(job: ConversionJob, plan: ConversionPlan) -> None:
     write_dcp(job, plan.flattened.leaves if plan.flattened else {})
 
 
+def _write_universal(job: ConversionJob, plan: ConversionPlan) -> None:
+    from transload.writing.to_universal import write_universal
+
+    if plan.universal is not None:
+        write_universal(job, plan.universal)
+
+
 _WRITERS = {
     "torch": _write_torch,
     "safetensors": _write_safetensors,
     "npz": _write_npz,
     "raw": _write_raw,
     "dcp": _write_dcp,
+    "universal": _write_universal,
 }

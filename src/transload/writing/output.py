@@ -119,8 +119,9 @@ class Bundle:
 
     def add_folder(self, path: str) -> AtomicFolder:
         """Start a directory."""
-        for name in os.listdir(path) if os.path.isdir(path) else ():
-            self._refuse_source(os.path.join(path, name), path)
+        if os.path.isdir(path):
+            for name in (*os.listdir(path), *(_files_in(path) if _is_ours(path) else ())):
+                self._refuse_source(os.path.join(path, name), path)
         self._files.append(folder := AtomicFolder(path, overwrite=self._overwrite))
         return folder
 
@@ -247,8 +248,30 @@ class _OldShards:
 # -- directories
 
 
-_FOLDERS = (("index.json", r"[0-9]{6,}\.bin"), (".metadata", r"__0_0\.distcp"))
-"""What a conversion writes into a directory: the index, and other files."""
+_UNIVERSAL = r"\w+_universal/(?:(?:zero_pp_rank_0_)?mp_rank_00_model_states|zero/optimizer_state|zero/[^/]+/\w+)\.pt"
+_FOLDERS = (
+    ("index.json", re.compile(r"[0-9]{6,}\.bin")),
+    (".metadata", re.compile(r"__0_0\.distcp")),
+    ("latest_universal", re.compile(_UNIVERSAL)),
+)
+"""What a conversion writes into a directory: the index, and other files, which may be in directories below."""
+
+
+def _files_in(folder: str) -> Iterator[str]:
+    """What is in a directory and in those below, by relative path; of directories, those that are links or empty."""
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        for name in (*files, *links, *(() if folders or files else (".",))):
+            yield os.path.relpath(os.path.join(parent, name), folder).replace(os.sep, "/")
+
+
+def _is_ours(folder: str) -> bool:
+    """Whether a directory has only what a conversion writes."""
+    return any(
+        os.path.isfile(os.path.join(folder, index))
+        and all(name == index or data.fullmatch(name) for name in _files_in(folder))
+        for index, data in _FOLDERS
+    )
 
 
 class AtomicFolder:
@@ -281,12 +304,7 @@ class AtomicFolder:
             return
         if not os.path.isdir(self.path):
             raise UsageError("the target is a file, not a directory", where=self.path, fix="Choose another name.")
-        names = os.listdir(self.path)
-        ours = any(
-            {index, *names} == {*names} and all(map(re.compile(data).fullmatch, {*names} - {index}))
-            for index, data in _FOLDERS
-        )
-        if names and not (self._overwrite and ours):
+        if os.listdir(self.path) and not (self._overwrite and _is_ours(self.path)):
             fix = "Choose another name." if self._overwrite else _CHOOSE
             raise UsageError("the directory already exists and is not empty", where=self.path, fix=fix)
 
@@ -295,7 +313,8 @@ class AtomicFolder:
         old = f"{self.hidden}.old"
         try:
             self._refuse_existing()
-            atomic.flush_directory(self.hidden)
+            for parent, _, _ in os.walk(self.hidden):
+                atomic.flush_directory(parent)
             if not os.path.isdir(self._target):
                 os.rename(self.hidden, self._target)
             elif swap(self.hidden, self._target):
@@ -321,10 +340,13 @@ class AtomicFolder:
 
 
 def _remove_folder(folder: str) -> None:
-    """Remove a directory of regular files."""
+    """Remove a directory, and what is in it; links are not followed."""
     with suppress(OSError):
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
+        for entry in [*os.scandir(folder)]:
+            if entry.is_dir(follow_symlinks=False):
+                _remove_folder(entry.path)
+            else:
+                os.unlink(entry.path)
         os.rmdir(folder)
 
 

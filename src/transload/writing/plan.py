@@ -32,6 +32,7 @@ from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, ca
 
 if TYPE_CHECKING:
     from transload.writing.to_dcp import Flattened
+    from transload.writing.to_universal import Universal
 
 # -- options
 
@@ -73,6 +74,7 @@ TARGETS = {
     "npz": TargetFormat("npz", (".npz",), NUMPY.keys() | _OPAQUE, "model.npz"),
     "raw": TargetFormat("raw tensors", ("/", os.sep), has_aliases=True),
     "dcp": TargetFormat("DCP directory", is_object=True),
+    "universal": TargetFormat("universal checkpoint of DeepSpeed", is_object=True),
 }
 _UNWRITTEN = {"gguf": "GGUF", "h5": "HDF5", "npy": "npy", "onnx": "ONNX", "pt2": "torch.export"}
 """Other formats that a name may ask for."""
@@ -189,13 +191,14 @@ class ConversionPlan:
     as tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
 
     If the target stores an object, ``root`` is that, and ``placed`` are the tensors in their order there. For a torch
-    zip, ``opening`` are the records of the object, and ``storages`` the bytes to write; for DCP it is ``flattened``.
+    zip, ``opening`` are the records of the object, and ``storages`` the bytes to write; for DCP it is ``flattened``,
+    for a universal checkpoint ``universal``.
     """
 
     def __init__(self, reader: ElementReader, format_: str, options: Options) -> None:
         weights = reader.checkpoint.traits.weights
         merged = any(tensor.path[:1] == (weights,) for tensor in reader.checkpoint.tensors)
-        self.weights_only = merged and not (options.key or options.optimizer)
+        self.weights_only = merged and not (options.key or options.optimizer or format_ == "universal")
         options = options._replace(key=weights) if self.weights_only else options
         self.format, self.options = format_, options
         self.target = TARGETS[format_]
@@ -212,6 +215,7 @@ class ConversionPlan:
         self.dropped: list[tuple[Path, Any]] = []
         self.root: Any = None
         self.flattened: Flattened | None = None
+        self.universal: Universal | None = None
         self.placed: list[TargetTensor] = []
         self.numbers: list[str] = []
         self._modules = _module_paths(source.checkpoint.tensors)
@@ -376,10 +380,22 @@ class ConversionPlan:
                 entry.state = True
             self.root = Dict([part for entry in self.placed for part in (entry.name, entry)])
             self._drop_everything(selected)
-        if self.format != "torch":
+        if self.format == "universal":
+            from transload.writing.to_universal import Universal
+
+            for problem in checkpoint.problems:
+                if problem.code == "ranks-unmerged":
+                    raise ConvertError(f"its ranks cannot be merged: {problem.detail}", where=checkpoint.path)
+            self.universal = Universal(self.root, self.options.strip)
+            self.entries = self.universal.entries
+            self.omitted += self.universal.omitted
+            self.aliases += self.universal.aliases
+            self.dropped += self.universal.dropped
+        elif self.format == "dcp":
             from transload.writing.to_dcp import Flattened
 
             self.flattened = Flattened(self.root)
+        if self.format != "torch":
             self.nbytes = sum(entry.nbytes for entry in self.entries)
             return
         self.storages = lay_out(self.placed, self.reader)
@@ -552,7 +568,9 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     if leftovers.ambiguous:
         names_shown = join_names(leftovers.ambiguous, _SHOWN)
         yield f"named after the printed form of a key that is neither a string nor a number: {names_shown}"
-    if leftovers.versions or (plan.flattened and plan.flattened.versions):
+    yield from plan.universal.notes if plan.universal else ()
+    folder = plan.flattened or plan.universal
+    if leftovers.versions or (folder and folder.versions):
         yield "the module versions that state_dict() records (_metadata) are not kept"
 
 

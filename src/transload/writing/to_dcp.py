@@ -54,12 +54,12 @@ class Flattened:
     def __init__(self, root: Any) -> None:
         self.leaves: Leaves = {}
         self.versions = False
-        if _mapping(root) is None:
+        if mapping(root) is None:
             raise ConvertError("it is not a dictionary, and torch.distributed.checkpoint stores nothing else")
         self._visit((), root)
 
     def _visit(self, path: Path, node: Any) -> None:
-        pairs = _mapping(node)
+        pairs = mapping(node)
         if pairs:
             self.versions |= type(node) is Call and bool(node.states)
             for key, value in pairs:
@@ -75,7 +75,8 @@ class Flattened:
             self.leaves[name] = path, node
 
 
-def _mapping(node: Any) -> list[tuple[Any, Any]] | None:
+def mapping(node: Any) -> list[tuple[Any, Any]] | None:
+    """The entries of a dictionary, ordered or not; ``None`` for anything else."""
     if type(node) is Dict:
         return node.pairs()
     if type(node) is Call and called(node) == "collections.OrderedDict":
@@ -87,7 +88,7 @@ def _mapping(node: Any) -> list[tuple[Any, Any]] | None:
 def _is_open(values: list[Any]) -> bool:
     """Whether a list contains a tensor or a dictionary."""
     return any(
-        _is_open(value) if type(value) is list else type(value) is TargetTensor or _mapping(value) is not None
+        _is_open(value) if type(value) is list else type(value) is TargetTensor or mapping(value) is not None
         for value in values
     )
 
@@ -115,14 +116,15 @@ def write_dcp(job: ConversionJob, leaves: Leaves) -> None:
                 items += _write_tensor(job, sink, name, node)
             else:
                 begin = sink.written
-                _write_value(job, sink, node)
+                write_value(job, sink, node)
                 items.append(_Item(name, None, (), None, begin, sink.written - begin))
         os.fsync(file.fileno())
     with open(os.path.join(folder, ".metadata"), "xb") as index:
         index.write(_Metadata().pickled(leaves, items))
         index.flush()
         os.fsync(index.fileno())
-    _read_back(job, folder, leaves)
+    tensors = {name: node for name, (_, node) in leaves.items() if type(node) is TargetTensor}
+    read_back_folder(job, folder, tensors)
 
 
 def _write_tensor(job: ConversionJob, sink: DescriptorFile, name: str, entry: TargetTensor) -> Iterator[_Item]:
@@ -166,9 +168,9 @@ class _Pieces:
             self._progress(len(piece))
 
 
-def _write_value(job: ConversionJob, sink: DescriptorFile, node: Any) -> None:
+def write_value(job: ConversionJob, sink: DescriptorFile, node: Any) -> None:
     """Write a value as ``torch.save`` would, with the tensors in it."""
-    entries = [*_tensors_in(node)]
+    entries = [*tensors_in(node)]
     storages = lay_out(entries, job.reader)
     calls = TensorCalls(storages, job.reader.checkpoint.storages)
     opening = opening_records(dumps(node, expand=(TargetTensor, calls.tensor)))
@@ -179,12 +181,13 @@ def _write_value(job: ConversionJob, sink: DescriptorFile, node: Any) -> None:
     write_checkpoint(sink, opening, records, sum(storage.nbytes for storage in storages))
 
 
-def _tensors_in(node: Any) -> Iterator[TargetTensor]:
+def tensors_in(node: Any) -> Iterator[TargetTensor]:
+    """The tensors in a value."""
     if type(node) is TargetTensor:
         yield node
-    parts = [part for pair in pairs for part in pair] if (pairs := _mapping(node)) else node
+    parts = [part for pair in pairs for part in pair] if (pairs := mapping(node)) else node
     for part in parts if type(parts) in (list, tuple) else ():
-        yield from _tensors_in(part)
+        yield from tensors_in(part)
 
 
 class _Metadata:
@@ -253,11 +256,9 @@ def _dict(values: dict[str, Any]) -> Dict:
     return Dict([part for pair in values.items() for part in pair])
 
 
-def _read_back(job: ConversionJob, folder: str, leaves: Leaves) -> None:
+def read_back_folder(job: ConversionJob, folder: str, entries: dict[str, TargetTensor]) -> None:
     """Compare what our reader finds with what was written; every byte, if the job asks for it."""
-    expected = {
-        name: (node.dtype, node.tensor.shape) for name, (_, node) in leaves.items() if type(node) is TargetTensor
-    }
+    expected = {name: (entry.dtype, entry.tensor.shape) for name, entry in entries.items()}
     with OpenCheckpoint(folder) as opened:
         checkpoint = opened.checkpoint
         tensors = {tensor.name: (tensor.dtype, tensor.shape) for tensor in checkpoint.tensors}

@@ -105,6 +105,9 @@ def read(merger: Merger) -> Checkpoint:
     tag = "" if _ranks(top) else merger.enter_latest(top.text(latest), latest, "step")
     whole = Composition(merger)
     places = _ranks(merger.listing)
+    if any(place.kind == "model states" for place in places):
+        # Stage 3 needs such a file of the first rank to resume from a universal checkpoint; it has nothing of its own.
+        places = [place for place in places if place.kind != "partitioned model"]
     files = [(place, file) for place in places if (file := whole.read(place.name, place.kind)) is not None]
     _note_ranks(merger, places, files)
     if "zero_to_fp32.py" in top.files:
