@@ -21,6 +21,8 @@ _NON_BLOCKING = 1
 _NO_TIMING = 2
 _SOURCE_STREAM_ORDERED = 1
 _BATCH = 8  # copies from which one call for all of them is faster
+# Copies in one call: driver 580 fails with error 719 if several threads make calls with 513 copies of different sizes.
+_MOST = 128
 
 
 class DriverError(LoadError):
@@ -108,11 +110,12 @@ class CudaDriver:
             for target, source, nbytes in copies:
                 self._copy(target, source, nbytes, stream)
             return
-        columns = [array("Q", column) for column in zip(*copies, strict=True)]
-        addresses = (column.buffer_info()[0] for column in columns)
         # CUmemcpyAttributes is six numbers: the order, two locations, flags. They apply from the first copy on.
         attributes, first = (ctypes.c_int * 6)(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
-        self._batch(*addresses, len(copies), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
+        for begin in range(0, len(copies), _MOST):
+            columns = [array("Q", column) for column in zip(*copies[begin : begin + _MOST], strict=True)]
+            addresses = (column.buffer_info()[0] for column in columns)
+            self._batch(*addresses, len(columns[0]), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""
