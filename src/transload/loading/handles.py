@@ -441,7 +441,6 @@ class TensorReader(OpenCheckpoint):
         self.dtype_of(tensor)
         shape, rest = tensor.shape, ()
         try:
-            tensor = self.elements.located(tensor)
             if type(index) is tuple and not index:
                 reads = self.elements.reads(tensor)
             elif type(index) is Box:
@@ -450,6 +449,7 @@ class TensorReader(OpenCheckpoint):
                 box, rest = _bounds(tensor.shape, _basic(index))
                 reads, shape = self.elements.reads(tensor, box), box.shape
             else:
+                tensor = self.elements.located(tensor)
                 view = self._part(tensor, _basic(index))
                 reads = [Read(self.elements.elements(tensor, view), Box((0,) * len(view.shape), view.shape))]
         except ContentError as error:
