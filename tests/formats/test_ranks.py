@@ -13,7 +13,7 @@ from tests.rank_files import CASES, dtensor, mesh, named, placement, rank_file, 
 
 import transload
 from transload import inspect
-from transload.errors import BrokenFileError, LoadError
+from transload.errors import BrokenFileError, ContentError, LoadError
 
 WHOLE = [case for case in CASES if case.name != "fsdp1-local"]
 
@@ -191,6 +191,9 @@ def test_what_cannot_be_put_together_is_refused_with_the_reason(tmp_path: Path) 
     flat = next(case for case in CASES if case.name == "fsdp1-local")
     with pytest.raises(LoadError, match="flat parameters"):
         transload.load(flat)
+    assert not transload.verify(flat).damaged  # each file has all that its rank saved
+    with pytest.raises(ContentError, match=r"not in this file[^$]*the library that wrote it"):
+        transload.convert(flat, tmp_path / "new.pt")
     for rank in range(2):
         body = dtensor(forge.tensor("0", (2, 2), (2, 1)), (2, 2), (placement("Partial"),), mesh((2,), (rank,)))
         data = forge.checkpoint(forge.pickled(forge.dictionary({"s": body})), {"0": bytes(16), "1": b""})

@@ -114,7 +114,6 @@ def damages(
         if storage.stored >= storage.nbytes and (storage.offset is not None or storage.compressed)
     } - storages.keys()
     out: dict[str, Damage] = {}
-    rank_file = not checkpoint.traits.several  # in which a piece is all that was saved
     for tensor in checkpoint.tensors:
         if tensor.storage in sound and not failed and not tensor.parts:  # the usual case
             continue
@@ -126,7 +125,7 @@ def damages(
                 damage = Damage(tensor.name, *failed[part.name])
                 break
         else:
-            pieces = tensor.parts if rank_file and tensor.is_sharded else (tensor,)
+            pieces = tensor.parts if reader.has_pieces and tensor.is_sharded else (tensor,)
             damage = Damage(tensor.name, "cut", next(filter(None, map(reader.missing, pieces)), ""))
         if damage.detail:
             out.setdefault(tensor.name, damage)

@@ -72,6 +72,9 @@ class ElementReader:
         self._located: dict[str, Tensor] = {}
         self._packed: dict[str, Inflating] = {}
         self._last = "", _NOTHING
+        kept_apart = any(problem.code == "ranks-unmerged" for problem in checkpoint.problems)
+        self.has_pieces = kept_apart or not checkpoint.traits.several
+        """Whether what a rank has of a tensor is all that is expected: nothing puts it together with the rest."""
 
     def header_metadata(self) -> dict[str, str]:
         """The metadata of all files whose header has texts besides tensors; each shard may have that of all shards."""
@@ -158,7 +161,7 @@ class ElementReader:
                 return why
         if tensor.is_sharded and not is_covered(tensor):
             lost = gaps_of(tensor, tensor.parts)
-            where = "in no file" if self.checkpoint.traits.several else "not in this file"
+            where = "not in this file" if self.has_pieces else "in no file"
             return f"{place_text(tensor.shape, lost)} {where}" if lost else "parts of it overlap"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
@@ -284,7 +287,9 @@ class ElementReader:
     def incomplete(self, tensor: Tensor, why: str) -> ContentError:
         """The error for a tensor whose bytes are not all in the file."""
         fix = "Fetch the file again; its other tensors can be read."
-        if any(problem.code == "rank-file" for problem in self.checkpoint.problems):
+        if tensor.is_sharded and self.checkpoint.traits.several and self.has_pieces:
+            fix = "Nothing says how the pieces of the ranks are put together: load it with the library that wrote it."
+        elif any(problem.code == "rank-file" for problem in self.checkpoint.problems):
             fix = "The files of the other ranks have the rest: name the folder with all of them."
         return ContentError(f"{_incomplete(tensor)}{why}", where=self.checkpoint.path, fix=fix)
 
