@@ -16,6 +16,7 @@ from transload.converting import convert
 from transload.errors import ConvertError, UsageError
 from transload.loading import load
 from transload.opening import inspect
+from transload.writing import output
 
 torch = pytest.importorskip("torch")
 
@@ -267,6 +268,20 @@ def test_only_a_universal_checkpoint_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="already exists"):
         convert(source, out, to="universal", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_a_killed_conversion_left_is_removed_and_links_are_not_followed(tmp_path: Path) -> None:
+    left = output.AtomicFolder(str(tmp_path / "out"), overwrite=False)
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "mine").write_text("mine")
+    hidden = Path(left.hidden)
+    (hidden / "global_step0_universal" / "zero" / "w").mkdir(parents=True)
+    (hidden / "global_step0_universal" / "zero" / "w" / "fp32.pt").write_text("half")
+    (hidden / "link").symlink_to(tmp_path / "kept")
+    os.close(left._lock)  # the process died
+    convert(saved({"w": torch.ones(1)}), tmp_path / "out", to="universal")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "kept"}
+    assert (tmp_path / "kept" / "mine").exists()
 
 
 @each("value", [[torch.ones(1)], {"epoch": torch.ones(1), "model": {"inner": {"w": torch.ones(1)}}}])
