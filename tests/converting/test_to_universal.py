@@ -114,6 +114,13 @@ def test_a_new_loss_scale_is_announced(cases: Path, tmp_path: Path) -> None:
     assert '"cur_scale": 16' in Path(result.leftovers).read_text()
 
 
+@each("to", ["universal", "dcp"])
+def test_progress_ends_with_the_total(cases: Path, to: str, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    convert(cases / "stage1-bf16", tmp_path / to, to=to, progress=lambda *counts: seen.append(counts))
+    assert seen[-1][0] == seen[-1][1] == max(done for done, _ in seen)
+
+
 def test_universal_checkpoint_is_written_again_from_itself(cases: Path, tmp_path: Path) -> None:
     convert(cases / "stage1-bf16-new", tmp_path / "again", to="universal")
     assert files(tmp_path / "again") == files(cases / "stage1-bf16-new")

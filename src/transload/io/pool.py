@@ -219,7 +219,7 @@ def progress_counter(progress: Progress, total: int, verb: str = "loading") -> C
 
     def report_progress(count: int) -> None:
         nonlocal done
-        done += count
+        done = min(done + count, total)  # small records that are read with the others do not count
         show(done, total)
 
     return report_progress
