@@ -11,12 +11,10 @@ from itertools import repeat
 from typing import Any
 
 from transload.checkpoint import Key, Leaf, Storage, Tensor
-from transload.findings import LimitedProblems, Problem, join_names
+from transload.findings import LimitedProblems, Problem
 from transload.formats.tensors import Args, BadTensor, Place, RebuildReader, StorageTable, TooMuch
 from transload.frozen import NamedTuple
-from transload.geometry import Box, box_words
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, Set, called, short
-from transload.render.words import plural
 
 # Nesting of a hostile file: a million nested tuples are a megabyte. No checkpoint goes beyond a few dozen levels.
 MAX_DEPTH = 1000
@@ -288,19 +286,14 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
         who = f"rank {rank} of {world}" if rank >= 0 else f"the rank at place {place} of {world} in its mesh"
         if world:
             facts = (("place in the mesh" if rank < 0 else "rank", str(max(rank, place))), ("world size", str(world)))
-        if pieces := [_piece_words(tensor) for tensor in walk.tensors if tensor.is_sharded]:
-            has = f"{plural(len(pieces), 'tensor')} of which it has a piece: {join_names(pieces, 3)}"
-            detail = f"the share of {who if world else 'a rank'}: {has}"
-            walk.noted.add("rank-file", "", detail)
+        if pieces := [tensor for tensor in walk.tensors if tensor.is_sharded]:
+            from transload.formats.pieces import share_words
+
+            walk.noted.add("rank-file", "", f"the share of {who if world else 'a rank'}: {share_words(pieces)}")
     problems = (*walk.noted.problems(), *table.noted.problems())
     users = table.users
     storages = tuple([_new(Storage, (*storage[:-1], tuple(users[key]))) for key, storage in table.storages.items()])
     return Tree(tuple(walk.tensors), storages, tuple(walk.leaves), problems, facts)
-
-
-def _piece_words(tensor: Tensor) -> str:
-    boxes = [Box(part.start or (), part.shape) for part in tensor.parts if part.numel]
-    return f"{tensor.name or 'the root'} {box_words(boxes, tensor.shape)}"
 
 
 def with_slots(state: Any) -> Any:

@@ -6,14 +6,18 @@ a ShardedTensor the place of every shard. Nothing here is built: the nodes of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from math import prod
 from typing import Any
 
+from transload.checkpoint import Tensor
 from transload.dtypes import MAX_SIZE
+from transload.findings import join_names
 from transload.frozen import NamedTuple
-from transload.geometry import Box
+from transload.geometry import Box, box_words
 from transload.nodes import Call, Dict, Global, Pickle, called, dotted, walk_nodes
+from transload.render.words import plural
 
 # Ranks of a mesh: nobody trains on that many, and a file may claim 2**60.
 MAX_WORLD = 1_000_000
@@ -94,6 +98,15 @@ def piece_of(cls: str, shape: tuple[int, ...], state: object) -> Piece:
     if len(shape) > _MAX_RANK:
         raise UnplacedError(f"it has {len(shape)} dimensions")
     return _dtensor(shape, _attributes(state)) if cls == "DTensor" else _sharded_tensor(shape, state)
+
+
+def share_words(tensors: Sequence[Tensor]) -> str:
+    """Which pieces of some distributed tensors a file has, in a phrase."""
+    pieces = []
+    for tensor in tensors:
+        boxes = [Box(part.start or (), part.shape) for part in tensor.parts if part.numel]
+        pieces.append(f"{tensor.name or 'the root'} {box_words(boxes, tensor.shape)}")
+    return f"{plural(len(tensors), 'tensor')} of which it has a piece: {join_names(pieces, 3)}"
 
 
 def _attributes(state: object) -> Dict:

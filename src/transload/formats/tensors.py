@@ -9,7 +9,6 @@ from typing import Any
 from transload.checkpoint import Key, Record, Storage, Tensor
 from transload.dtypes import BLOCKS, ITEMSIZE, MAX_SIZE, STORAGES, itemsize
 from transload.findings import LimitedProblems
-from transload.geometry import Box, View, contiguous
 from transload.nodes import REBUILDS, Call, Dict, Global, Persistent, called, device_text, dotted, short, text_of
 
 MAX_RANK = 1024  # dimensions; a million tensors could share a shape of a million dimensions, for two bytes each
@@ -348,6 +347,7 @@ class RebuildReader:
     def _piece(self, whole: Tensor, cls: str, state: object, at: Place) -> Tensor:
         """A distributed tensor: the boxes of it that the file has; a problem, if that is not clear."""
         from transload.formats.pieces import UnplacedError, local_nodes, piece_of
+        from transload.geometry import Box, View
 
         table, parts, wrong = self.table, [], ""
         try:
@@ -405,6 +405,8 @@ class RebuildReader:
         return moved._replace(dtype=dtype, device=text_of(args[2]), requires_grad=args[3] is True)
 
     def _rebuild_device_tensor_from_numpy(self, args: Args, at: Place) -> Tensor:
+        from transload.geometry import contiguous
+
         array, dtype, device, grad = args
         shape: tuple[int, ...] = ()
         if type(array) is Call and array.states and type(array.states[0]) is tuple and len(array.states[0]) > 1:
