@@ -131,7 +131,7 @@ def test_copies_events_and_waits_call_the_driver(library: Library) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 500])
-def test_many_copies_are_one_batch_call_if_available(count: int) -> None:
+def test_many_copies_of_one_size_are_one_batch_call_if_available(count: int) -> None:
     arrays: list[list[int]] = []
     library = Library("cuMemcpyBatchAsync_v2")
 
@@ -142,11 +142,12 @@ def test_many_copies_are_one_batch_call_if_available(count: int) -> None:
         return 0
 
     library.cuMemcpyBatchAsync_v2 = batch  # type: ignore[attr-defined]
-    copies = [((1 << 45) + index, 100 + index, 1 + index) for index in range(count)]
-    CudaDriver(library).copy(copies, 77)
+    copies = [((1 << 45) + index, 100 + index, 64) for index in range(count)]
+    others = [(index, index, 1 + index) for index in range(20)]
+    CudaDriver(library).copy([*copies, *others] if count >= 8 else copies, 77)
     if count >= 8:
         assert [tuple(each) for each in zip(*arrays, strict=True)] == copies
-        assert library.calls == []
+        assert [call[1][:3] for call in library.calls] == others
     else:
         assert [call[1][:3] for call in library.calls] == copies
 

@@ -21,8 +21,6 @@ _NON_BLOCKING = 1
 _NO_TIMING = 2
 _SOURCE_STREAM_ORDERED = 1
 _BATCH = 8  # copies from which one call for all of them is faster
-# Copies in one call: driver 580 fails with error 719 if several threads make calls with 513 copies of different sizes.
-_MOST = 128
 
 
 class DriverError(LoadError):
@@ -106,16 +104,21 @@ class CudaDriver:
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
         """Start copies between pinned memory and the device, each (target, source, bytes)."""
-        if self._batch is None or len(copies) < _BATCH:
-            for target, source, nbytes in copies:
-                self._copy(target, source, nbytes, stream)
-            return
-        # CUmemcpyAttributes is six numbers: the order, two locations, flags. They apply from the first copy on.
-        attributes, first = (ctypes.c_int * 6)(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
-        for begin in range(0, len(copies), _MOST):
-            columns = [array("Q", column) for column in zip(*copies[begin : begin + _MOST], strict=True)]
+        # By size: driver 580 fails (error 719) if several threads start batches with copies of different sizes.
+        by_size: dict[int, list[tuple[int, int, int]]] = {}
+        if self._batch is not None and len(copies) >= _BATCH:
+            for copy in copies:
+                by_size.setdefault(copy[2], []).append(copy)
+        for alike in by_size.values() or [copies]:
+            if self._batch is None or len(alike) < _BATCH:
+                for target, source, nbytes in alike:
+                    self._copy(target, source, nbytes, stream)
+                continue
+            columns = [array("Q", column) for column in zip(*alike, strict=True)]
             addresses = (column.buffer_info()[0] for column in columns)
-            self._batch(*addresses, len(columns[0]), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
+            # CUmemcpyAttributes is six numbers: the order, two locations, flags. They apply from the first copy on.
+            attributes, first = (ctypes.c_int * 6)(_SOURCE_STREAM_ORDERED), ctypes.c_size_t(0)
+            self._batch(*addresses, len(alike), ctypes.byref(attributes), ctypes.byref(first), 1, stream)
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Make later work on a stream wait for an event."""
