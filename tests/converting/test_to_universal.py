@@ -217,6 +217,14 @@ def test_weights_alone_are_float32_and_tied_ones_are_stored_once(tmp_path: Path)
     assert loaded["steps"] == 3
 
 
+def test_weights_that_a_file_calls_tied_are_kept_if_they_are_not(tmp_path: Path) -> None:
+    optimizer = {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["w"]}]}
+    value = {"model": {"w": torch.ones(2), "v": torch.zeros(2)}, "optimizer": optimizer, "shared_params": {"v": "w"}}
+    result = convert(saved(value), tmp_path / "out", to="universal")
+    assert result.aliases == ()
+    assert load(tmp_path / "out")["module"]["v"].tolist() == [0, 0]
+
+
 def test_states_that_deepspeed_has_no_place_for_are_named(tmp_path: Path) -> None:
     state = {"exp_avg": torch.ones(2), "row": torch.ones(1), "../x": torch.ones(2), "count": 7, "fp32": torch.ones(2)}
     value = {

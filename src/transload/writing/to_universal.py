@@ -60,10 +60,10 @@ class Universal:
         zero = dict(mapping(config.get("zero_optimization")) or ())
         self._is_flat = zero.get("stage") == 3
         groups = self._groups(optimizer, strip)
-        shared = self._tied(top, groups)
+        self._take_tied(groups)
         self._write_parameters(groups)
         self._write_settings(optimizer, top)
-        self._write_model(top, groups, shared)
+        self._write_model(top, groups)
         self.entries = [*dict.fromkeys(entry for node in self.files.values() for entry in tensors_in(node))]
 
     # -- the parts of the object
@@ -164,18 +164,15 @@ class Universal:
                 by_tie.setdefault(tie_of(entry.tensor) or name, name)
         return [*by_tie.values()]
 
-    def _tied(self, top: dict[Any, Any], groups: list[list[str]]) -> list[Any]:
-        """Take tied names of trained parameters out of the weights, and return them with the names that are kept."""
+    def _take_tied(self, groups: list[list[str]]) -> None:
+        """Take further names of trained parameters out of the weights."""
         trained = {name for group in groups for name in group}
-        shared = dict(mapping(top.get("shared_params")) or ())
-        first = {tie_of(self._weights[name].tensor): name for name in reversed([*self._weights]) if name in trained}
+        first = {tie_of(self._weights[name].tensor) or name: name for name in trained}
         for name in [name for name in self._weights if name not in trained]:
-            kept = shared.get(name) or first.get(tie_of(self._weights[name].tensor) or name)
-            if type(kept) is str and kept in trained:
-                shared[name] = kept
+            kept = first.get(tie_of(self._weights[name].tensor))
+            if kept is not None:
                 self.aliases.append((name, kept))
                 del self._weights[name]
-        return [part for pair in shared.items() for part in pair]
 
     # -- the files
 
@@ -235,7 +232,7 @@ class Universal:
         )
         self.files["zero/optimizer_state.pt"] = _dict(settings)
 
-    def _write_model(self, top: dict[Any, Any], groups: list[list[str]], shared: list[Any]) -> None:
+    def _write_model(self, top: dict[Any, Any], groups: list[list[str]]) -> None:
         """Write everything else: weights that are not trained, and what the training script saved."""
         weights = dict(self._others)
         for name, entry in self._weights.items():
@@ -262,7 +259,7 @@ class Universal:
             **top,
             "global_steps": steps,
             "param_shapes": shapes,
-            "shared_params": Dict(shared),
+            "shared_params": _dict(dict(self.aliases)),
         }
         self.files["mp_rank_00_model_states.pt"] = _dict({"module": _dict(weights), **model})
         # For stage 3, which reads no weights from it.
