@@ -239,29 +239,6 @@ def gaps(shape: tuple[int, ...], covered: Iterable[Box], most: int = 1000) -> li
     return left
 
 
-def place_text(shape: tuple[int, ...], places: Sequence[Box]) -> str:
-    """Boxes of a tensor in words, with a verb.
-
-    >>> place_text((8, 3), [Box((2, 0), (1, 3)), Box((4, 0), (4, 3))])
-    'rows 2, 4 to 7 of 8 are'
-    >>> place_text((8, 3), [Box((0, 1), (8, 2))])
-    '[0:8, 1:3] is'
-    """
-    if not shape or [box.shape for box in places] == [shape]:
-        return "all of it is"
-    rows = all(box.shape[1:] == shape[1:] for box in places)
-    texts = []
-    for box in places[:3]:
-        first, last = box.start[0], box.start[0] + box.shape[0] - 1
-        row = str(first) if first == last else f"{first} to {last}"
-        texts.append(row if rows else f"[{', '.join(f'{each.start}:{each.stop}' for each in box.slices)}]")
-    text = ", ".join(texts) + (f" and {len(places) - 3:,} more" if len(places) > 3 else "")
-    if rows:
-        one = "to" not in text and len(places) == 1
-        return f"row {text} of {shape[0]:,} is" if one else f"rows {text} of {shape[0]:,} are"
-    return f"{text} {'is' if len(places) == 1 else 'are'}"
-
-
 class Axis(NamedTuple):
     """A dimension: its size, and its stride in the storage and in the result, in elements."""
 

@@ -112,7 +112,7 @@ def test_a_missing_rank_is_named_with_the_rows_it_had(tmp_path: Path) -> None:
     checkpoint = inspect(tmp_path)
     assert checkpoint.integrity == "damaged"
     assert "1 of 3 ranks: 1" in evidence(checkpoint, "rank-missing")
-    assert "w: rows 3 to 5 of 7 are in no file" in evidence(checkpoint, "dcp-piece-missing")
+    assert "w: no file has [3:6] of [7" in evidence(checkpoint, "dcp-piece-missing")
     with pytest.raises(BrokenFileError, match="1 of 3 ranks: 1; 1 tensor not complete: w"):
         transload.load(tmp_path)
     with transload.open(tmp_path) as handle:
@@ -146,7 +146,7 @@ def test_a_mesh_of_some_ranks_does_not_say_which_rank_it_is(tmp_path: Path) -> N
 
 
 def test_files_that_do_not_belong_together_are_not_merged(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     for name, changes, expected in (
         ("two runs", {1: rank_file(1, 3, rows=4)}, "2 and 3 ranks"),
         ("another shape", {1: rank_file(1, rows=6)}, "w is float32 [4, 2] on rank 0, float32 [6, 2] on rank 1"),
@@ -162,6 +162,8 @@ def test_files_that_do_not_belong_together_are_not_merged(tmp_path: Path) -> Non
         assert {tensor.path[0] for tensor in checkpoint.tensors} == {"model_rank_0.pt", "model_rank_1.pt"}
         with pytest.raises(BrokenFileError, match="do not belong together"):
             transload.load(folder)
+        with pytest.raises(LoadError, match="cannot be put together: the files do not belong together"):
+            transload.load_into(torch.nn.Linear(2, 2), folder)
 
 
 def test_what_differs_between_ranks_is_said(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_what_cannot_be_put_together_is_refused_with_the_reason(tmp_path: Path) 
     with pytest.raises(LoadError, match="flat parameters"):
         transload.load(flat)
     assert not transload.verify(flat).damaged  # each file has all that its rank saved
-    with pytest.raises(ContentError, match=r"not in this file[^$]*the library that wrote it"):
+    with pytest.raises(ContentError, match=r"this file does not have[^$]*the library that wrote it"):
         transload.convert(flat, tmp_path / "new.pt")
     for rank in range(2):
         body = dtensor(forge.tensor("0", (2, 2), (2, 1)), (2, 2), (placement("Partial"),), mesh((2,), (rank,)))

@@ -531,10 +531,12 @@ def test_safetensors_files_of_ranks_are_put_together(below: str, tmp_path: Path)
     checkpoint = inspect(tmp_path)
     assert [(tensor.name, tensor.shape) for tensor in checkpoint.tensors] == [("w", (7, 3)), ("v", (2,))]
     assert [finding.code for finding in checkpoint.findings] == ["dcp-shape-inferred"]
-    assert same_values(load(tmp_path), {"w": whole, "v": other})
+    with pytest.warns(FileWarning, match="inferred"):  # a file of a last rank may be missing
+        assert same_values(load(tmp_path), {"w": whole, "v": other})
     with open_(tmp_path) as handle:
         assert torch.equal(handle.slice("w")[3:6], whole[3:6])
-    convert(tmp_path, tmp_path / "out.safetensors")
+    written = convert(tmp_path, tmp_path / "out.safetensors")
+    assert any("too small" in note for note in written.notes)
     assert same_values(load(tmp_path / "out.safetensors"), {"w": whole, "v": other})
     (finding,) = inspect(folder / "shard-00002-model-00001-of-00001.safetensors").findings
     assert (finding.code, '"saved_offsets": [4, 0]' in finding.evidence[0]) == ("rank-file", True)

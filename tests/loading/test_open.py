@@ -534,14 +534,14 @@ class TestFormats:
         save_pieces(tmp_path, "w", tensor, {(0, 0): tensor[:3], (3, 0): tensor[3:]})
         (tmp_path / "__1_0.distcp").unlink()
         handle = open_(tmp_path)
-        with pytest.raises(BrokenFileError, match=r"in no file|overlap"):
+        with pytest.raises(BrokenFileError, match=r"no file has|overlap"):
             handle["w"]
 
     def test_overlapping_pieces_do_not_hide_a_missing_one(self, tmp_path: Path) -> None:
         """Otherwise the rest of the tensor would be uninitialized memory."""
         tensor = torch.arange(30.0).view(5, 6)
         save_pieces(tmp_path, "w", tensor, {(0, 0): tensor[:3], (2, 0): tensor[2:4]})
-        with pytest.raises(BrokenFileError, match=r"in no file|overlap"):
+        with pytest.raises(BrokenFileError, match=r"no file has|overlap"):
             open_(tmp_path)["w"]
 
     def test_tar_archive(self) -> None:

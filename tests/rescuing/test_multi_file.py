@@ -359,8 +359,8 @@ def test_fill_replaces_only_the_rows_that_are_lost(
     result = rescue(tmp_path / "set", tmp_path / "new.pt", fill=fill)
     assert (result.exit_code, result.how) == (1, "filled")
     reasons = {outcome.name: outcome.why for outcome in result.lost}
-    assert reasons["a"].startswith("rows 2 to 3, 6 to 7 of 8 are lost")
-    assert "rows 150 to 199 of 200" in reasons["b"]
+    assert reasons["a"].startswith("[2:4], [6:8] of [8, 30]: ")
+    assert "[150:200] of [200]" in reasons["b"]
     lost = {"zeros": 0, "nan": torch.nan}[fill]
     new = torch.load(tmp_path / "new.pt")
     expected = state["a"].clone()

@@ -184,7 +184,7 @@ UNMERGED = "ranks-unmerged"
 """The files of ranks do not form one object, so there is nothing to load."""
 # Damage that only gets a warning: torch.load does not detect it either, or some tensors are left out.
 LEFT_OUT = frozenset({"gguf-quantized", "npy-not-numbers", "npy-objects", "npy-size"})
-_WARNED = LEFT_OUT | {"dcp-objects-differ", "storage-skipped"}
+_WARNED = LEFT_OUT | {"dcp-objects-differ", "dcp-shape-inferred", "storage-skipped"}
 _HARMLESS = frozenset({"link-outside"})
 # Problems that can be repaired, but only by a rescue; and values that cannot be read here.
 _NOT_WHOLE = frozenset({"dcp-transformed", "zip-no-directory", "zeros-at-end", "zip-bad-version"})

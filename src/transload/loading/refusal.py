@@ -154,9 +154,7 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
     if left is not None and not any(map(is_plain, checkpoint.tensors)):
         what = f"nothing in it is a tensor to torch: {sentence_of(left)}"
         raise LoadError(what, where=checkpoint.path, fix="\n".join(left.fix))
-    apart = next((finding for finding in checkpoint.findings if finding.code == UNMERGED), None)
-    if apart is not None:
-        raise LoadError(sentence_of(apart), where=checkpoint.path, fix="\n".join(apart.fix))
+    refuse_unmerged(checkpoint)
     form = checkpoint.traits
     what = f"this is {'an' if form.words[0] in 'AEIO' else 'a'} {form.words}"
     if form.instead and not form.program:
@@ -165,6 +163,13 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
         what += ", which is compiled code" if form.compiled else ""
         what += ", not a file of tensors" + ("" if trusted else ", and weights_only=True runs no program")
         raise UnsafeError(what, where=checkpoint.path, fix=form.instead + _without_code(checkpoint))
+
+
+def refuse_unmerged(checkpoint: Checkpoint) -> None:
+    """Raise for the files of ranks that do not form one object."""
+    apart = next((finding for finding in checkpoint.findings if finding.code == UNMERGED), None)
+    if apart is not None:
+        raise LoadError(sentence_of(apart), where=checkpoint.path, fix="\n".join(apart.fix))
 
 
 def _refuse_piece(checkpoint: Checkpoint) -> None:

@@ -24,7 +24,7 @@ from transload.errors import ContentError, TransloadError
 from transload.formats import read_source
 from transload.formats.nested import item_source, moved_storage, unpacked_item
 from transload.frozen import NamedTuple
-from transload.geometry import Axis, Box, View, axes_of, boxes, boxes_of_run, contiguous, gaps, place_text
+from transload.geometry import Axis, Box, View, axes_of, box_words, boxes, boxes_of_run, contiguous, gaps
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
 from transload.io.sources import BytesSource, Source
 from transload.opening.jobs import file_ends
@@ -161,8 +161,8 @@ class ElementReader:
                 return why
         if tensor.is_sharded and not is_covered(tensor):
             lost = gaps_of(tensor, tensor.parts)
-            where = "not in this file" if self.has_pieces else "in no file"
-            return f"{place_text(tensor.shape, lost)} {where}" if lost else "parts of it overlap"
+            who = "this file does not have" if self.has_pieces else "no file has"
+            return f"{who} {box_words(lost, tensor.shape)}" if lost else "parts of it overlap"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
         try:

@@ -12,7 +12,7 @@ from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import with_parts
 from transload.dtypes import ITEMSIZE
 from transload.frozen import replace
-from transload.geometry import Box, place_text
+from transload.geometry import Box, box_words
 from transload.io.packed import Assembly
 from transload.io.sources import BytesSource, Progress, Source
 from transload.judge.problems import rule_of
@@ -91,8 +91,8 @@ def rescue_files(
                 lost_boxes = gaps_of(tensor, intact)
                 if any(box.shape == tensor.shape for box in lost_boxes):
                     intact = []
-                if intact and "in no file" not in why:
-                    why = f"{place_text(tensor.shape, lost_boxes)} lost: {why}"
+                if intact and not why.startswith("no file has"):
+                    why = f"{box_words(lost_boxes, tensor.shape)}: {why}"
                 if fill and tensor.is_dense and tensor.dtype in ITEMSIZE:
                     filled[tensor.name] = _filled(tensor, intact, lost_boxes)
                 outcomes.append(TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why))

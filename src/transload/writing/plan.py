@@ -538,6 +538,8 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         yield "only the weights are written; --optimizer adds the states of the optimizer, and everything else"
     if any(problem.code == "ranks-unmerged" for problem in plan.checkpoint.problems):
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
+    if any(problem.code == "dcp-shape-inferred" for problem in plan.checkpoint.problems):
+        yield "the shapes are inferred from the pieces: if files of the last ranks are missing, tensors are too small"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
     arrays = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in plan.arrays)

@@ -15,7 +15,7 @@ from transload.formats.graph import call_items, node_at, short_key
 from transload.formats.sets.merger import MAX_RANKS, Merger
 from transload.formats.sets.pieces import Composition, RankFile, UnmergedError
 from transload.frozen import NamedTuple
-from transload.geometry import Box, contiguous, gaps, place_text
+from transload.geometry import Box, box_words, contiguous, gaps
 from transload.io.folder import Listing
 from transload.nodes import Call, Dict, called
 from transload.render.words import plural
@@ -194,7 +194,7 @@ class _Family:
             raise self._whole.mixed(f"the pieces of {name} overlap")
         if lost:
             self._lacking.append(name)
-            self._whole.lack(name, f"{place_text(first.shape, lost)} in no file")
+            self._whole.lack(name, f"no file has {box_words(lost, first.shape)}")
         stride = contiguous(first.shape)
         merged = first._replace(stride=stride, storage=None, offset=0, file_offset=None, kind="sharded")
         return merged._replace(parts=tuple(parts.values()))
