@@ -88,6 +88,7 @@ OBJECTS: dict[str, Any] = {
         for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.bool, torch.int64)
     },
     "strides": {"t": torch.arange(6.0).view(2, 3).t(), "part": torch.arange(6.0)[2:4], "x": torch.ones(1).expand(5)},
+    "conjugates": {"c": torch.tensor([1 + 2j, 3 + 4j]).conj(), "n": torch.tensor([1 + 2j]).conj().imag},
     "empty tensors": {"a": torch.zeros(0), "b": torch.zeros(2, 0), "c": torch.zeros(0, dtype=torch.int32)},
     "only values": {"a": 1, "b": {"c": [1, 2]}},
     "nothing": {},
@@ -178,6 +179,30 @@ def test_item_that_is_not_what_the_index_says_is_an_error_when_it_is_read(
         rewritten(folder, lambda index: fit(index, folder))
         with pytest.raises(BrokenFileError, match=words):
             load(folder)
+
+
+def test_pieces_of_another_dtype_are_not_read_into_memory_for_the_one_in_the_index(tmp_path: Path) -> None:
+    folder = write_pieces(tmp_path / "d", {"w": (torch.ones(4), [((0,), (2,)), ((2,), (2,))])})
+    for number in range(2):
+        torch.save(torch.ones(2, dtype=torch.int32), folder / f"__{number}_0.distcp")
+    rewritten(folder, lambda index: fit(index, folder))
+    with (
+        open_(folder) as handle,
+        pytest.raises(BrokenFileError, match="a part of it has elements of int32, not float32"),
+    ):
+        handle["w"]
+
+
+def test_piece_that_is_said_to_be_outside_its_tensor_is_not_all_of_it(tmp_path: Path) -> None:
+    folder = write_pieces(tmp_path / "d", {"w": (torch.ones(4), [((0,), (4,))])})
+
+    def move(index: Any) -> None:
+        index.state_dict_metadata["w"].chunks[0].offsets = torch.Size([4])
+        index.storage_data = {type(key)("w", torch.Size([4])): info for key, info in index.storage_data.items()}
+
+    rewritten(folder, move)
+    with pytest.raises(BrokenFileError, match=r"no file has \[:\] of \[4\]"):
+        load(folder)
         with open_(folder) as handle:
             assert handle.slice("w")[:2].tolist() == [1, 1]
 

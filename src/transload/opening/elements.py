@@ -141,7 +141,7 @@ class ElementReader:
             raise self.incomplete(tensor, self.missing(tensor)) from None
         for part, place, shard in placed:
             if (shared := box.intersection(place)) is not None:
-                if why := self.missing(part):
+                if why := self.missing(part) or _other_dtype(part, tensor):
                     raise self.incomplete(tensor, why)
                 found.append(shared)
                 inner = self.reads(shard, shared.within(place))
@@ -157,7 +157,7 @@ class ElementReader:
         For a tensor that consists of others, the reason of the first one with missing elements.
         """
         for part in tensor.parts:
-            if why := self.missing(part):
+            if why := self.missing(part) or (tensor.is_sharded and _other_dtype(part, tensor)):
                 return why
         if tensor.is_sharded and not is_covered(tensor):
             lost = gaps_of(tensor, tensor.parts)
@@ -184,10 +184,10 @@ class ElementReader:
         found = self._located[storage.id]
         if found.path:  # one of several in an object
             return tensor._replace(storage=found.storage)
-        if (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
+        if (found.kind, found.dtype, found.shape) != (tensor.kind, tensor.dtype, tensor.shape):
             described = f"{found.dtype} {list(found.shape)}, not {tensor.dtype} {list(tensor.shape)}"
             raise self.incomplete(tensor, f"{storage.file} has {described}")
-        return tensor._replace(storage=found.storage, stride=found.stride, offset=found.offset)
+        return tensor._replace(storage=found.storage, stride=found.stride, offset=found.offset, flags=found.flags)
 
     def _open_item(self, tensor: Tensor, storage: Storage, item: Item) -> Tensor:
         if storage.stored < storage.nbytes:
@@ -363,6 +363,11 @@ def _placed(part: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Box, Tensor]
         stride = tuple(step * each for each in contiguous(box.shape))
         yield box, part._replace(shape=box.shape, stride=stride, offset=offset)
         offset += step * prod(box.shape)
+
+
+def _other_dtype(part: Tensor, tensor: Tensor) -> str:
+    """What to say if a part of a sharded tensor has another dtype, and so elements of another size; else empty."""
+    return f"a part of it has elements of {part.dtype}, not {tensor.dtype}" if part.dtype != tensor.dtype else ""
 
 
 def is_covered(tensor: Tensor) -> bool:

@@ -500,6 +500,6 @@ def _assembled(merger: Merger, name: str, path: tuple[Key, ...], described: _Des
             merger.noted.add("dcp-piece-missing", name, detail)
     if overlapping:
         merger.noted.add("dcp-pieces-overlap", name, f"{len(chunks):,} pieces have {count:,} elements, not {numel:,}")
-    if len(parts) == 1 and parts[0].shape == shape:
+    if len(parts) == 1 and parts[0].shape == shape and not any(parts[0].start or ()):
         return parts[0]._replace(path=path, name=name, start=None)
     return Tensor(path, name, dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
