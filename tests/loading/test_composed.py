@@ -179,6 +179,8 @@ def test_item_that_is_not_what_the_index_says_is_an_error_when_it_is_read(
         rewritten(folder, lambda index: fit(index, folder))
         with pytest.raises(BrokenFileError, match=words):
             load(folder)
+        with open_(folder) as handle:
+            assert handle.slice("w")[:2].tolist() == [1, 1]
 
 
 def test_pieces_of_another_dtype_are_not_read_into_memory_for_the_one_in_the_index(tmp_path: Path) -> None:
@@ -203,8 +205,6 @@ def test_piece_that_is_said_to_be_outside_its_tensor_is_not_all_of_it(tmp_path: 
     rewritten(folder, move)
     with pytest.raises(BrokenFileError, match=r"no file has \[:\] of \[4\]"):
         load(folder)
-        with open_(folder) as handle:
-            assert handle.slice("w")[:2].tolist() == [1, 1]
 
 
 def test_index_that_no_entry_has_is_none(tmp_path: Path) -> None:
@@ -574,9 +574,28 @@ def test_missing_safetensors_file_of_a_rank_is_named(tmp_path: Path) -> None:
         write_shard(path, {"w": (whole[start:end], (start, 0))})
     evidence = {finding.code: finding.evidence[0] for finding in inspect(tmp_path).findings}
     assert evidence["rank-missing"] == "1 ranks: shard-00002"
-    assert evidence["dcp-piece-missing"] == "w: 2 pieces were found; missing: [2:4] of [7, 3]"
+    assert evidence["dcp-piece-missing"] == "w: 2 pieces found; missing: [2:4] of [7, 3]"
     with pytest.raises(BrokenFileError):
         load(tmp_path)
+
+
+def test_safetensors_files_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
+    ones, zeros = torch.ones(2, 2), torch.zeros(3, 2)
+    for number, (other, start, code) in enumerate(
+        [
+            (torch.zeros(2), (2,), "dcp-piece-mismatch"),  # of another number of dimensions
+            (zeros, (0, 0), "dcp-piece-mismatch"),  # at the same place, but larger
+            (None, (2, 0), "dcp-piece-missing"),  # only the second piece is there
+        ]
+    ):
+        folder = tmp_path / str(number)
+        first = (ones, (0, 0)) if other is not None else (zeros, start)
+        write_shard(folder / "shard-00001-model-00001-of-00001.safetensors", {"w": first})
+        if other is not None:
+            write_shard(folder / "shard-00002-model-00001-of-00001.safetensors", {"w": (other, start)})
+        assert code in [finding.code for finding in inspect(folder).findings]
+        with open_(folder) as handle, pytest.raises(BrokenFileError, match=r"no file has \[.*\] of"):
+            handle["w"]
 
 
 def test_folders_of_accelerate_are_one_object(tmp_path: Path) -> None:

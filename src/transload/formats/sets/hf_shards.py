@@ -80,18 +80,22 @@ def starts_in(metadata: dict[str, str]) -> dict[str, tuple[int, ...]] | None:
 
 def _assembled(merger: Merger, name: str, parts: list[Tensor]) -> Tensor:
     """A tensor of its pieces, each listed once."""
+    parts = [part for part in parts if part.numel] or parts[:1]  # an empty one says nothing
     first = parts[0]
     unique = {part.start: part for part in reversed(parts) if part.start is not None}
-    ordered = [unique[start] for start in sorted(unique)]
+    ordered, shape = [unique[start] for start in sorted(unique)], first.shape
     boxes = [Box(start, unique[start].shape) for start in sorted(unique)]
-    shape = tuple(max(at.slices[dim].stop for at in boxes) for dim in range(len(first.shape)))
-    if {(part.dtype, len(part.shape)) for part in parts} != {(first.dtype, len(first.shape))}:
-        merger.note("dcp-piece-mismatch", "its pieces differ in their dtype or number of dimensions", name)
-        ordered, shape = [first], first.shape
-    elif lost := gaps(shape, boxes):
-        detail = f"{plural(len(ordered), 'piece')} were found; missing: {box_words(lost, shape)}"
-        merger.noted.add("dcp-piece-missing", name, detail)
-    if len(ordered) == 1:
+    if len({(part.dtype, len(part.shape)) for part in parts}) > 1 or any(
+        part.shape != unique[part.start].shape for part in parts if part.start is not None
+    ):
+        merger.note("dcp-piece-mismatch", f"the pieces of {name} differ in their dtypes, or in shapes at one place")
+        ordered = []  # any of them may be of another run
+    else:
+        shape = tuple(max(box.slices[dim].stop for box in boxes) for dim in range(len(shape)))
+        if lost := gaps(shape, boxes):
+            detail = f"{plural(len(ordered), 'piece')} found; missing: {box_words(lost, shape)}"
+            merger.noted.add("dcp-piece-missing", name, detail)
+    if len(ordered) == 1 and ordered[0].shape == shape:
         return ordered[0]._replace(path=(name,), start=None)
     stride = contiguous(shape)
     return Tensor((name,), name, first.dtype, shape, stride, "cpu", None, kind="sharded", parts=tuple(ordered))
