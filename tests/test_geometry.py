@@ -8,7 +8,8 @@ from math import prod
 import pytest
 import torch
 
-from transload.geometry import Split, shard_box
+from transload import geometry
+from transload.geometry import Box, Split, gaps, shard_box
 
 SHAPES = [(8, 8), (7, 5), (3, 9), (1, 2), (16, 3)]
 
@@ -42,3 +43,10 @@ def test_a_strided_shard_is_split_after_the_dimensions_of_the_mesh_that_follow_i
 def test_a_factor_that_no_split_explains_is_refused() -> None:
     with pytest.raises(LookupError):
         shard_box((8,), [Split(0, 2, 0), Split(0, 2, 0, factor=2)])
+
+
+def test_gaps_between_very_many_boxes_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = [Box((0, 2 * column), (4, 1)) for column in range(100)]
+    assert gaps((4, 200), columns)[0] == Box((0, 1), (4, 1))
+    monkeypatch.setattr(geometry, "_MAX_COMPARED", 1000)
+    assert gaps((4, 200), columns) == [Box((0, 0), (4, 200))]

@@ -10,6 +10,8 @@ from transload.frozen import NamedTuple
 
 _MAX_STRIDE = 1 << 64
 _SHOWN = 4
+# Comparing two boxes takes some microseconds, and a hostile index lists millions of them.
+_MAX_COMPARED = 1_000_000
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -214,15 +216,21 @@ def shard_box(shape: tuple[int, ...], splits: Sequence[Split]) -> Box:
 def gaps(shape: tuple[int, ...], covered: Iterable[Box], most: int = 1000) -> list[Box]:
     """The boxes of a shape that none of some boxes covers; the whole shape if there would be more than ``most``.
 
+    The same if it would take too long to find them.
+
     >>> gaps((8, 3), [Box((0, 0), (2, 3)), Box((4, 0), (4, 3))])
     [Box(start=(2, 0), shape=(2, 3))]
     """
     whole = Box((0,) * len(shape), shape)
     left = [whole] if prod(shape) else []
+    compared = 0
     for box in covered:
         rest: list[Box] = []
+        compared += len(left)
+        row, after = (box.start[0], box.start[0] + box.shape[0]) if shape else (0, 1)
         for gap in left:
-            shared = gap.intersection(box)
+            apart = shape and (gap.start[0] >= after or gap.start[0] + gap.shape[0] <= row)  # most are; this is fast
+            shared = None if apart else gap.intersection(box)
             if shared is None:
                 rest.append(gap)
                 continue
@@ -234,7 +242,7 @@ def gaps(shape: tuple[int, ...], covered: Iterable[Box], most: int = 1000) -> li
                         rest.append(gap.cut(dim, first, last - first))
                 gap = gap.cut(dim, low, size)  # noqa: PLW2901 - what is left of it
         left = rest
-        if len(left) > most:
+        if len(left) > most or compared > _MAX_COMPARED:
             return [whole]
     return left
 

@@ -133,6 +133,16 @@ def test_a_missing_replica_is_not_missed(tmp_path: Path) -> None:
     assert inspect(tmp_path).integrity == "damaged"
 
 
+def test_replicas_that_differ_are_named(tmp_path: Path) -> None:
+    for rank in range(4):
+        local = forge.tensor("0", (2, 2), (2, 1))
+        grid = (placement("Replicate"), placement("Shard", dim=0))
+        body = forge.dictionary({"w": dtensor(local, (4, 2), grid, mesh((2, 2), (rank // 2, rank % 2)))})
+        data = bytes([rank // 3]) + bytes(15)  # the last one is of another step
+        (tmp_path / f"rank_{rank}.pt").write_bytes(forge.checkpoint(forge.pickled(body), {"0": data, "1": b""}))
+    assert "1 value: w" in evidence(inspect(tmp_path), "rank-values")
+
+
 def test_a_mesh_of_some_ranks_does_not_say_which_rank_it_is(tmp_path: Path) -> None:
     for rank in range(4):  # the mesh of ranks 2 and 3 is another one
         local = forge.tensor("0", (2, 2), (2, 1))

@@ -180,15 +180,18 @@ class _Family:
             self._compare_copies(path, held)
             return first
         # The parts of replicas are the same; empty ones say nothing.
-        parts: dict[tuple[object, ...], Tensor] = {}
-        for _, tensor in held:
+        copies: dict[tuple[object, ...], list[tuple[int, Tensor]]] = {}
+        for number, tensor in held:
             whole = (tensor._replace(start=(0,) * len(tensor.shape)),)
             for part in tensor.parts if tensor.is_sharded else whole:
                 if part.numel:
-                    parts.setdefault((part.start, part.shape), part)
+                    copies.setdefault((part.start, part.shape), []).append((number, part))
+        for replicas in copies.values():
+            self._compare_copies(path, replicas)
+        parts = [replicas[0][1] for replicas in copies.values()]
         if len(parts) > _MOST_PIECES:
             raise UnmergedError(f"{name} is in {len(parts):,} pieces")
-        boxes = [Box(part.start or (), part.shape) for part in parts.values()]
+        boxes = [Box(part.start or (), part.shape) for part in parts]
         lost = gaps(first.shape, boxes)
         if sum(box.numel for box in (*boxes, *lost)) != first.numel:
             raise self._whole.mixed(f"the pieces of {name} overlap")
@@ -197,10 +200,10 @@ class _Family:
             self._whole.lack(name, f"no file has {box_words(lost, first.shape)}")
         stride = contiguous(first.shape)
         merged = first._replace(stride=stride, storage=None, offset=0, file_offset=None, kind="sharded")
-        return merged._replace(parts=tuple(parts.values()))
+        return merged._replace(parts=tuple(parts))
 
     def _compare_copies(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> None:
-        """Compare what every rank has all of, as far as the checksums of the files tell."""
+        """Compare what several ranks have, as far as the checksums of the files tell."""
         storages = self._whole.storages
         sums: dict[tuple[object, ...], int] = {}
         for rank, tensor in held:
