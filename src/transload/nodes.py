@@ -7,7 +7,7 @@ only to themselves. The graph may share nodes and contain cycles: everything tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from transload.dtypes import STORAGES
@@ -357,6 +357,13 @@ def called(node: Call) -> str:
     """The dotted name of the callee; empty if that has no name."""
     callee = node.callee
     return callee.full_name if type(callee) is Global else dotted(module_class(callee))
+
+
+def calls_of(pickle: Pickle, names: Container[str], name_of: Callable[[Call], str] = called) -> Iterator[Call]:
+    """The calls whose callee has one of some names. A million calls have few callees, each of which is named once."""
+    callees = {id(call.callee): call for call in pickle.calls}
+    chosen = {key for key, call in callees.items() if name_of(call) in names}
+    return (call for call in pickle.calls if id(call.callee) in chosen) if chosen else iter(())
 
 
 def dotted(node: object) -> str:

@@ -29,7 +29,7 @@ from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
-from transload.nodes import Call, Dict, Pickle, called, dotted
+from transload.nodes import Call, Dict, Pickle, called, calls_of, dotted
 
 _CORES = ("numpy._core", "numpy.core")
 _RECONSTRUCT = frozenset({f"{core}.multiarray._reconstruct" for core in _CORES})
@@ -110,7 +110,7 @@ def _unit(metadata: Any) -> str:
 
 def are_plain(pickles: Iterable[Pickle]) -> bool:
     """Whether all arrays, scalars and dtypes in some pickles are plain: ``transload.load`` builds only such as data."""
-    calls = (call for pickle in pickles for call in pickle.calls if called(call) in NUMPY_CALLS)
+    calls = (call for pickle in pickles for call in calls_of(pickle, NUMPY_CALLS))
     return all(dtype.plain if (dtype := dtype_of(call)) is not None else array_of(call) is not None for call in calls)
 
 

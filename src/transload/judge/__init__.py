@@ -122,7 +122,7 @@ def _judge_apart(checkpoint: Checkpoint, names: Judgement, load: str) -> Judgeme
         kind = kinds.get(file)
         is_apart = kind == "index" or (kind == "beside the checkpoint" and not pickle.main)
         (apart.setdefault(file, []) if is_apart else needed).append(pickle)
-    untrusted = [file for file, pickles in apart.items() if not holds_records(pickles)]
+    untrusted = [file for file, pickles in apart.items() if not holds_records(pickles, names)]
     judged = _judge_pickles(needed, load)
     if not untrusted:
         return judged._replace(globals=names.globals)

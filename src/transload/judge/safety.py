@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any
 
@@ -27,6 +27,7 @@ from transload.nodes import (
     Global,
     Persistent,
     Pickle,
+    calls_of,
     is_ordinary_call,
     module_class,
     ordinary_names,
@@ -40,6 +41,10 @@ Complaint = tuple[Safety, str] | None
 def full_name(node: object) -> str:
     """The canonical dotted name of a global node; empty for anything else."""
     return ".".join(names.canonical(node.module, node.name)) if type(node) is Global else ""
+
+
+def _called(call: Call) -> str:
+    return full_name(call.callee)
 
 
 # -- how an allowed name is called
@@ -136,8 +141,7 @@ def _check_arguments(name: str, args: tuple[Any, ...]) -> Complaint:
         fine = count <= 2 and all(type(a) in (float, int) for a in args)
         return None if fine else ("needs-trust", f"a complex number is made from {kinds}")
     if name == "torch.Size":
-        fine = not args or (count == 1 and type(first) is tuple and len(first) <= _MAX_ITEMS)
-        fine = fine and all(type(a) is int for a in first or ())
+        fine = not args or (count == 1 and _are_sizes(first))
         wanted = f"up to {_MAX_ITEMS} integers"
         return None if fine else ("needs-trust", f"a torch.Size is made from something other than {wanted}")
     if name == "torch.device":
@@ -249,6 +253,34 @@ class _Use:
         self.spelling, self.stream = "", stream
 
 
+def _usual_call(use: _Use) -> Callable[[Call], bool] | None:
+    """What accepts the calls that are as good as all there are of a name in an index, which may have a million."""
+    full = f"{use.module}.{use.name}"
+    if use.verdict == "data":
+        return _is_size if full == "torch.Size" else None
+    return _is_record if use.verdict != "dangerous" and full not in ("builtins.getattr", "builtins.type") else None
+
+
+def _is_record(call: Call) -> bool:
+    """Whether a call makes an object without arguments, and gives it at most attributes."""
+    states = call.states
+    if call.args != () or call.kwargs is not None or call.items or call.appended:
+        return False
+    return not states or (len(states) == 1 and type(states[0]) is Dict)
+
+
+def _is_size(call: Call) -> bool:
+    """Whether a call makes a ``torch.Size`` from a tuple of integers."""
+    args = call.args
+    if call.kwargs is not None or call.items or call.appended or call.states:
+        return False
+    return type(args) is tuple and len(args) == 1 and _are_sizes(args[0])
+
+
+def _are_sizes(node: object) -> bool:
+    return type(node) is tuple and len(node) <= _MAX_ITEMS and {int}.issuperset(map(type, node))
+
+
 class _Judge:
     """Collects names, uses and complaints over several streams."""
 
@@ -285,6 +317,7 @@ class _Judge:
         uses = self.count_names(pickle)
         inside: list[Pickle] = []
         ordinary = ordinary_names(pickle)
+        usual = {key: accepts for key, use in uses.items() if (accepts := _usual_call(use))}
         for call in pickle.calls:
             callee = call.callee
             if type(callee) is Persistent:
@@ -296,7 +329,8 @@ class _Judge:
             use.called += 1
             if call.states:
                 use.built += 1
-            if is_ordinary_call(call, *ordinary):
+            accepts = usual.get(id(callee))
+            if accepts(call) if accepts else is_ordinary_call(call, *ordinary):
                 continue
             full = f"{use.module}.{use.name}"
             complaint = check_call(full, call) if use.verdict == "data" else self.check_other(full, call)
@@ -598,22 +632,21 @@ def plain_value(node: object) -> str:
 
 def finds_plain_values(pickle: Pickle) -> bool:
     """Whether a pickle uses ``getattr``, and only for plain values."""
-    calls = [call for call in pickle.calls if full_name(call.callee) == "builtins.getattr"]
+    calls = list(calls_of(pickle, ("builtins.getattr",), _called))
     return bool(calls) and all(plain_value(call) or ".".join(_inner_name(call) or ()) in names.PIECES for call in calls)
 
 
-def holds_records(pickles: Sequence[Pickle]) -> bool:
+def holds_records(pickles: Sequence[Pickle], judged: Judgement) -> bool:
     """Whether pickles contain only data and objects of classes that only hold values, made without running them.
 
-    Such an object is made without arguments, or from one value, as a member of an enumeration is.
+    Such an object is made without arguments, or from one value, as a member of an enumeration is. ``judged`` is the
+    judgement of these and others: what it does not find in all of them is in none.
     """
-    judgement = judge_pickles(pickles)
-    allowed = {*names.PLAIN_VALUES, *names.ALSO_DATA, *names.RECORDS}
-    if any(use.verdict != "data" and use.full_name not in allowed for use in judgement.globals):
+    if not _names_records(judged) and not _names_records(judge_pickles(pickles)):
         return False
-    if any(finding.code != "needs-trust" for finding in judgement.findings) or not are_plain(pickles):
+    if not are_plain(pickles):
         return False
-    calls = (call for pickle in pickles for call in pickle.calls if full_name(call.callee) in names.RECORDS)
+    calls = (call for pickle in pickles for call in calls_of(pickle, names.RECORDS, _called))
     return all(
         not call.items
         and not call.appended
@@ -621,6 +654,14 @@ def holds_records(pickles: Sequence[Pickle]) -> bool:
         and (call.args == () or (type(call.args) is tuple and [type(a) in (str, int) for a in call.args] == [True]))
         for call in calls
     )
+
+
+def _names_records(judgement: Judgement) -> bool:
+    """Whether a judgement has no names but those of data and of classes that only hold values."""
+    allowed = {*names.PLAIN_VALUES, *names.ALSO_DATA, *names.RECORDS}
+    if any(finding.code != "needs-trust" for finding in judgement.findings):
+        return False
+    return all(use.verdict == "data" or use.full_name in allowed for use in judgement.globals)
 
 
 def _is_newobj_ex(callee: object) -> bool:
