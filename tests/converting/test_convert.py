@@ -174,6 +174,8 @@ def test_key_may_name_a_single_tensor(tmp_path: Path) -> None:
 def test_note_names_the_parts_of_a_training_checkpoint(train: Path, tmp_path: Path) -> None:
     expected = "it also holds an optimizer; --key converts one part alone: state_dict, optimizer"
     assert convert(train, tmp_path / "a.safetensors").notes.count(expected) == 1
+    convert(train, tmp_path / "dcp", to="dcp")
+    assert convert(tmp_path / "dcp", tmp_path / "c.safetensors").notes.count(expected) == 1
     assert not any(
         "--key" in note for note in convert(train, tmp_path / "a.pt").notes
     )  # a torch target keeps everything in place
@@ -936,6 +938,7 @@ def test_file_name_that_suggests_another_format_is_reported(tmp_path: Path) -> N
     result = convert(source, tmp_path / "b.npz", to="safetensors")
     assert result.notes == ("it is safetensors, although its name says npz",)
     assert convert(source, tmp_path / "c", to="safetensors").notes == ()
+    assert convert(source, f"{tmp_path}/d/", to="dcp").notes == ()
 
 
 def test_index_and_shards_left_from_an_earlier_conversion_are_reported(tmp_path: Path) -> None:

@@ -419,6 +419,12 @@ class TestDcp:
             (".metadata", "index"),
         ]
 
+    def test_one_of_its_files_leads_to_the_directory(self, dcp: Path) -> None:
+        for name in ("__0_0.distcp", ".metadata"):
+            (finding,) = inspect(dcp / name).findings
+            assert finding.code == "not-a-checkpoint", name
+            assert finding.fix == ("Name the directory.", f"$ transload inspect {dcp}"), name
+
     def test_every_pickle_is_listed(self, dcp: Path) -> None:
         names = {name for pickled in read_dir(dcp).pickles for name in pickled.globals}
         assert ("torch.distributed.checkpoint.metadata", "Metadata") in names

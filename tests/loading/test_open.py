@@ -534,8 +534,11 @@ class TestFormats:
         save_pieces(tmp_path, "w", tensor, {(0, 0): tensor[:3], (3, 0): tensor[3:]})
         (tmp_path / "__1_0.distcp").unlink()
         handle = open_(tmp_path)
-        with pytest.raises(BrokenFileError, match=r"no file has|overlap"):
+        with pytest.raises(BrokenFileError, match=r"no file has \[3:5\] of \[5, 6\]\n.*\n.*\n\$ transload verify "):
             handle["w"]
+        (tmp_path / "__0_0.distcp").unlink()
+        with pytest.raises(BrokenFileError, match="no file has any of it"):
+            open_(tmp_path)["w"]
 
     def test_overlapping_pieces_do_not_hide_a_missing_one(self, tmp_path: Path) -> None:
         """Otherwise the rest of the tensor would be uninitialized memory."""

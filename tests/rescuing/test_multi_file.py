@@ -341,6 +341,25 @@ def test_member_is_refused_for_several_files(tmp_path: Path) -> None:
         rescue(tmp_path / "set", tmp_path / "new.pt", member="x")
 
 
+def test_if_no_tensor_is_whole_the_report_says_how_to_keep_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(to_dcp, "SPLIT", 300)
+    state = {"a": torch.randn(8, 30)}
+    torch.save(state, tmp_path / "whole.pt")
+    transload.convert(tmp_path / "whole.pt", tmp_path / "set", to="dcp")
+    data = tmp_path / "set" / "__0_0.distcp"
+    raw = data.read_bytes()
+    data.write_bytes(raw[: raw.index(state["a"][6].numpy().tobytes())])
+
+    result = rescue(tmp_path / "set", tmp_path / "new.pt")
+    assert (result.exit_code, result.how) == (2, "nothing")
+    assert "--fill zeros" in result.warnings[-1]
+    result = rescue(tmp_path / "set", tmp_path / "new.pt", fill="nan")
+    assert not any("--fill" in warning for warning in result.warnings)
+    assert torch.equal(torch.load(tmp_path / "new.pt")["a"][:6], state["a"][:6])
+
+
 @pytest.mark.parametrize("fill", ["zeros", "nan"])
 def test_fill_replaces_only_the_rows_that_are_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fill: Literal["zeros", "nan"]

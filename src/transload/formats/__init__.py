@@ -68,15 +68,15 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
     Without ``tree``, the tensors of an ordinary archive without problems are only ``counted``, and its leaves left out:
     for a loader, which goes through all of them itself, and reads the file again if it needs their names.
     """
-    if starts_like_zip(source):
-        if source.name.endswith(".distcp"):
-            from transload.formats.foreign import Foreign
-            from transload.formats.sets.dcp import folder_of_rank
+    if source.name.endswith((".distcp", ".metadata")):
+        from transload.formats.foreign import Foreign
+        from transload.formats.sets.dcp import folder_of_rank
 
-            if folder := folder_of_rank(source.name):
-                title = "one of the files of a torch.distributed.checkpoint directory"
-                fix = ("Name the directory.", f"$ transload inspect {quoted(folder)}")
-                return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
+        if folder := folder_of_rank(source.name):
+            title = "one of the files of a torch.distributed.checkpoint directory"
+            fix = ("Name the directory.", f"$ transload inspect {quoted(folder)}")
+            return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
+    if starts_like_zip(source):
         return _read_zip(source, verify=verify, tree=tree)
     for name, start in _STREAMS:
         if source.read(0, len(start)) == start and (checkpoint := _module(name).read(source)) is not None:

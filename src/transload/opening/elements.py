@@ -21,6 +21,7 @@ from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.contents import AS_ESCAPED, AS_TEXT, Item
 from transload.dtypes import ITEMSIZE, itemsize
 from transload.errors import ContentError, TransloadError
+from transload.findings import quoted
 from transload.formats import read_source
 from transload.formats.nested import item_source, moved_storage, unpacked_item
 from transload.frozen import NamedTuple
@@ -162,6 +163,8 @@ class ElementReader:
         if tensor.is_sharded and not is_covered(tensor):
             lost = gaps_of(tensor, tensor.parts)
             who = "this file does not have" if self.has_pieces else "no file has"
+            if [box.shape for box in lost] == [tensor.shape]:
+                return f"{who} any of it"
             return f"{who} {box_words(lost, tensor.shape)}" if lost else "parts of it overlap"
         if tensor.parts or (tensor.kind not in ("strided", "quantized")):
             return ""
@@ -291,6 +294,9 @@ class ElementReader:
             fix = "Nothing says how the pieces of the ranks are put together: load it with the library that wrote it."
         elif any(problem.code == "rank-file" for problem in self.checkpoint.problems):
             fix = "The files of the other ranks have the rest: name the folder with all of them."
+        elif self.checkpoint.traits.several:
+            command = f"$ transload verify {quoted(self.checkpoint.path)}"
+            fix = f"Fetch its files again.\nThis names all that is lost.\n{command}"
         return ContentError(f"{_incomplete(tensor)}{why}", where=self.checkpoint.path, fix=fix)
 
     def _error(self, tensor: Tensor, what: str) -> ContentError:

@@ -71,6 +71,7 @@ def rescue_files(
         reasons = {damage.name: damage.detail for damage in damages(overlay, every, bad, {})}
         damaged_storages = bad_storages(overlay, every, bad)
         filled: dict[str, Tensor] = {}
+        partial = False
         outcomes: list[TensorOutcome] = []
         for tensor in checkpoint.tensors:
             parts = (overlay.storage(part) for part in with_parts(tensor))
@@ -91,6 +92,7 @@ def rescue_files(
                 lost_boxes = gaps_of(tensor, intact)
                 if any(box.shape == tensor.shape for box in lost_boxes):
                     intact = []
+                partial = partial or bool(intact)
                 if intact and not why.startswith("no file has"):
                     why = f"{box_words(lost_boxes, tensor.shape)}: {why}"
                 if fill and tensor.is_dense and tensor.dtype in ITEMSIZE:
@@ -110,6 +112,8 @@ def rescue_files(
         how = "nothing"
         if any(tensor.nbytes for tensor in kept):
             how = "filled" if filled else "left-out" if lost or warnings else "rebuilt"
+        elif partial and not fill:
+            warnings.append("no tensor is whole; --fill zeros or --fill nan keeps the rows that are left")
         advice = "; rescue that file by itself first"  # which is not possible for a sequence of archives
         unread = tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes)
         done = bool(target and how != "nothing" and not dry_run)

@@ -519,7 +519,7 @@ _SHOWN = 20
 def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Iterator[str]:
     """What else to know about the target, one sentence each."""
     named = _named_format(job.dst)
-    if named and named != plan.format:
+    if named and named != plan.format and not (named == "raw" and not plan.target.file):  # / is any directory
         yield f"it is {plan.format}, although its name says {named}"
     if plan.target.has_shards:
         index, ours = index_name(job.dst), {os.path.basename(path) for path in job.bundle.paths}
@@ -528,7 +528,7 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         if others := sorted({os.path.basename(path) for path, _ in sibling_files(index, SHARD)} - ours):
             yield f"other shards of that name still exist: {join_names(others, _SHOWN)}"
         tensors = () if plan.options.key else plan.checkpoint.tensors
-        parts = list(dict.fromkeys(tensor.name.partition("/")[0] for tensor in tensors if "/" in tensor.name))
+        parts = list(dict.fromkeys(str(tensor.path[0]).partition("/")[0] for tensor in tensors if len(tensor.path) > 1))
         if len(parts) > 1 and any("optim" in part.lower() for part in parts):
             yield f"it also holds an optimizer; --key converts one part alone: {join_names(parts, _SHOWN)}"
     form = plan.checkpoint.traits
@@ -536,6 +536,9 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         yield "the program itself is not converted, only its weights"
     if plan.weights_only and plan.others:
         yield "only the weights are written; --optimizer adds the states of the optimizer, and everything else"
+    for problem in () if plan.weights_only or plan.options.key else plan.checkpoint.problems:
+        if problem.code == "rank-values":
+            yield f"of values that differ between ranks, those of the first are kept: {problem.detail}"
     if any(problem.code == "ranks-unmerged" for problem in plan.checkpoint.problems):
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     if any(problem.code == "dcp-shape-inferred" for problem in plan.checkpoint.problems):

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import closing
+from glob import escape, glob
 from itertools import pairwise
 from math import prod
 from typing import Any, TypeGuard
@@ -81,8 +82,10 @@ def _inner_folders(listing: Listing) -> list[str]:
 
 
 def folder_of_rank(path: str) -> str:
-    """The folder of a rank's file, which is a sequence of archives that the metadata describes; else empty."""
+    """The folder of a rank's file, or of the metadata, neither of which says anything by itself; else empty."""
     folder, name = os.path.split(path)
+    if name.endswith(METADATA):
+        return (folder or ".") if glob(os.path.join(escape(folder), "*.distcp")) else ""
     if not name.endswith(".distcp"):
         return ""
     here = os.path.exists(os.path.join(folder, METADATA)) or os.path.exists(os.path.join(folder, "__0.metadata"))
