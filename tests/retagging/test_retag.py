@@ -118,6 +118,7 @@ def test_torch_loads_retagged_fixtures_without_map_location(path: Path, mode: di
 def comparable(value: Any) -> Any:
     """A value that can be compared with ``==``."""
     if isinstance(value, torch.Tensor):
+        value = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor, which has no list
         dense = (
             value.dequantize() if value.is_quantized else value.to_dense() if value.layout != torch.strided else value
         )
