@@ -271,13 +271,15 @@ def _described(fields: dict[str, object]) -> _Described | None:
 
 def _is_a(node: object, kind: str) -> TypeGuard[Call]:
     """Whether a node is an object of a class whose name ends in ``kind``: Megatron has its own ``MCoreMetadata``."""
-    return isinstance(node, Call) and isinstance(node.callee, Global) and node.callee.name.endswith(kind)
+    return type(node) is Call and type(node.callee) is Global and node.callee.name.endswith(kind)
 
 
 def _state(node: object, kind: str) -> dict[str, object]:
     """The attributes that a pickled object of a class gets: its last BUILD argument, if that is a dictionary."""
     if _is_a(node, kind) and node.states:
-        return {key: value for key, value in _pairs(node.states[-1]) if isinstance(key, str)}
+        state = node.states[-1]
+        items = state.items if type(state) is Dict else []
+        return {key: value for key, value in zip(items[::2], items[1::2], strict=False) if type(key) is str}
     return {}
 
 
@@ -291,7 +293,9 @@ def _size(node: object) -> tuple[int, ...] | None:
         node = node.args[0]
     if not isinstance(node, tuple | list) or len(node) > MAX_DIMENSIONS:
         return None
-    return tuple(node) if all(type(size) is int and 0 <= size < 1 << 63 for size in node) else None
+    if not {int}.issuperset(map(type, node)) or (node and not 0 <= min(node) <= max(node) < 1 << 63):
+        return None
+    return tuple(node)
 
 
 def _paths(planned: Iterable[tuple[Any, Any]], names: Iterable[str]) -> dict[str, tuple[Key, ...]]:
@@ -481,7 +485,7 @@ class _Items:
 def _assembled(merger: Merger, name: str, path: tuple[Key, ...], described: _Described, items: _Items) -> Tensor:
     """A tensor that an index describes: its only piece under the name of the tensor, or all pieces as parts."""
     dtype, shape, chunks = described
-    found = items.pieces.get(name, {})
+    found = items.pieces.pop(name, {})
     parts: list[Tensor] = []
     for at, sizes in chunks.items():
         part = found.get(at)
