@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, str] = {
     "check": "say whether a checkpoint loads here, and what torch.load would report",
-    "convert": "convert to safetensors, torch zip, npz, raw, DCP or universal, without torch",
+    "convert": "convert to safetensors, torch zip, npz, raw, DCP or universal",
     "doctor": "say why CUDA is unavailable: the cause, the evidence and the fix",
     "explain": "say what an error message means, and how to fix it",
     "inspect": "show what a checkpoint contains, and whether it is safe and complete",
