@@ -203,7 +203,7 @@ def test_piece_that_is_said_to_be_outside_its_tensor_is_not_all_of_it(tmp_path: 
         index.storage_data = {type(key)("w", torch.Size([4])): info for key, info in index.storage_data.items()}
 
     rewritten(folder, move)
-    with pytest.raises(BrokenFileError, match=r"no file has \[:\] of \[4\]"):
+    with pytest.raises(BrokenFileError, match="no file has any of it"):
         load(folder)
 
 
@@ -594,7 +594,7 @@ def test_safetensors_files_of_several_runs_are_not_mixed(tmp_path: Path) -> None
         if other is not None:
             write_shard(folder / "shard-00002-model-00001-of-00001.safetensors", {"w": (other, start)})
         assert code in [finding.code for finding in inspect(folder).findings]
-        with open_(folder) as handle, pytest.raises(BrokenFileError, match=r"no file has \[.*\] of"):
+        with open_(folder) as handle, pytest.raises(BrokenFileError, match=r"no file has (any of it|\[.*\] of)"):
             handle["w"]
 
 

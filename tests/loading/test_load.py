@@ -28,7 +28,9 @@ DATA = Path(__file__).parents[1] / "data"
 LOADABLE = sorted(
     path
     for path in DATA.rglob("*")
-    if path.suffix in (".pt", ".pth", ".ckpt") and not path.name.startswith(("whole", "traced", "torchscript"))
+    if "rank-files" not in path.parts
+    and path.suffix in (".pt", ".pth", ".ckpt")
+    and not path.name.startswith(("whole", "traced", "torchscript"))
 )
 NEWEST = DATA / "torch-releases" / "torch-2.13.0-py3.11.7"
 STATE_DICT = NEWEST / "state_dict_cpu.pt"
