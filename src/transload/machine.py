@@ -59,6 +59,10 @@ class Platform(Plain):
     memory_free: int = -1  # How many of them are available without swapping.
     suspends: int = 0  # How often the machine was suspended since it booted.
     prime: str = ""  # The card that ``prime-select`` chose: ``nvidia``, ``intel``, ``on-demand``, or empty.
+    # On Windows: bytes of memory and page file together, and how many of them can still be reserved. -1: unknown.
+    commit_limit: int = -1
+    commit_free: int = -1
+    long_paths: bool | Unknown = NOT_ASKED  # On Windows: whether programs may use paths of more than 260 characters.
 
 
 class Surroundings(Plain):
@@ -80,16 +84,20 @@ class Surroundings(Plain):
 
 
 class PciDevice(Plain):
-    """One device on the PCI bus, from sysfs."""
+    """One device on the PCI bus: from sysfs, or from the registry and the configuration manager of Windows."""
 
     address: str
     vendor: int
     device: int
     kind: int  # The class code, 24 bits: ``0x030000`` VGA, ``0x030200`` 3D controller, ``0x068000`` bridge.
-    driver: str = ""  # The kernel driver bound to it: ``nvidia``, ``nouveau``, ``vfio-pci`` …, or empty.
+    # The kernel driver bound to it: ``nvidia``, ``nouveau``, ``vfio-pci`` …; on Windows its service, ``nvlddmkm`` or
+    # ``BasicDisplay``; or empty.
+    driver: str = ""
     power: str = ""  # ``D0``, ``D3cold`` …
     bars: tuple[int, ...] = ()  # Bytes of each of its memory regions; 0 for one that was not assigned.
     dead: bool = False  # Its configuration space reads all ones: it has fallen off the bus.
+    problem: int = 0  # Its code in the device manager of Windows: 22 disabled, 28 no driver, 43 stopped …
+    name: str = ""  # Its name in the device manager of Windows: ``NVIDIA GeForce RTX 4090``.
 
     @property
     def display(self) -> bool:
@@ -103,6 +111,8 @@ class Hardware(Plain):
     pci: tuple[PciDevice, ...] | Unknown = NOT_ASKED  # Display devices, accelerators, and all devices of NVIDIA.
     dxg: bool = False  # Whether /dev/dxg exists, the way to the GPU under WSL 2.
     tegra: str = ""  # The model of a Jetson; empty elsewhere.
+    # Why it is not known which devices are still present: the registry of Windows also lists those that were removed.
+    unconfirmed: str = ""
 
     @property
     def gpus(self) -> tuple[PciDevice, ...]:
@@ -128,8 +138,8 @@ class ProcGpu(Plain):
 class Kernel(Plain):
     """NVIDIA's kernel driver."""
 
-    loaded: bool | Unknown = NOT_ASKED
-    version: str = ""
+    loaded: bool | Unknown = NOT_ASKED  # On Windows: whether a card uses it without a problem.
+    version: str = ""  # In NVIDIA's numbering: ``581.80``, which Windows calls ``32.0.15.8180``.
     flavour: str = ""  # ``open`` or ``proprietary``; empty if unknown.
     # Loaded modules that matter here: ``nvidia``, ``nvidia_uvm``, ``nvidia_modeset``, ``nouveau``, ``nova_core`` …
     modules: tuple[str, ...] = ()
@@ -147,6 +157,7 @@ class Kernel(Plain):
     stuck: tuple[str, ...] = ()  # Processes that hang in NVIDIA's driver or with its device open: ``name (pid)``.
     fabric_manager: str = ""  # Version of the installed fabric manager; empty if there is none.
     mps_directory: str = ""  # ``CUDA_MPS_PIPE_DIRECTORY`` or ``/tmp/nvidia-mps``, if it exists.
+    provider: str = ""  # On Windows: whose driver the card has: ``NVIDIA``, or ``Microsoft`` for the basic one.
 
 
 class Node(Plain):
@@ -188,8 +199,8 @@ class Library(Plain):
     name: str  # The name under which programs request it: ``libcuda.so.1``.
     path: str
     target: str = ""  # The file after following all links: ``/usr/lib/x86_64-linux-gnu/libcuda.so.580.65.06``.
-    # How the loader finds it: ``LD_PRELOAD``, ``LD_LIBRARY_PATH``, ``ld.so.cache``, ``default folder``; or ``disk`` for
-    # one that the loader does not find.
+    # How the loader finds it: ``LD_PRELOAD``, ``LD_LIBRARY_PATH``, ``ld.so.cache``, ``default folder``; on Windows the
+    # folder: ``System32``, ``PATH`` …; or ``disk`` for one that the loader does not find.
     via: str = ""
     version: str = ""
     kind: Kind = "driver"
@@ -257,6 +268,7 @@ class NvmlGpu(Plain):
     ecc: str = ""  # ``enabled``, ``disabled``, or empty if the card does not support it.
     nvlinks: int = -1  # How many of its NVLinks are up.
     peers: int = -1  # How many other cards of the machine it can read directly (P2P).
+    driver_model: str = ""  # On Windows: ``WDDM``, ``TCC``, ``MCDM``, or empty if unknown. CUDA works with each.
 
 
 class Nvml(Plain):
@@ -325,13 +337,14 @@ class Python(Plain):
     version: str = ""  # ``3.11.7``
     implementation: str = "cpython"
     bits: int = 64
+    machine: str = ""  # On Windows: the processor it was built for: ``AMD64``, ``ARM64``, ``x86``. It may be emulated.
     free_threaded: bool = False
     prefix: str = ""
     base_prefix: str = ""
     path: tuple[str, ...] = ()  # ``sys.path``, without the script's entry.
     user_site: str = ""
     user_site_enabled: bool = False
-    environment: str = ""  # ``venv``, ``conda``, ``pixi``, ``system``, ``pyenv`` … what kind of environment it is.
+    environment: str = ""  # ``venv``, ``conda``, ``pixi``, ``system``, ``pyenv``, ``store`` … the kind of environment.
     tool: str = "pip"  # What installs packages here: ``pip``, ``uv``, ``conda``, ``poetry``, ``pixi``, ``pdm``.
     project: bool = False  # Whether it belongs to a project with a lock file of that tool.
     pip: bool = True  # Whether pip is installed in it.
@@ -445,7 +458,7 @@ class Variables(Plain):
     """Environment variables that affect CUDA or torch."""
 
     values: dict[str, str] = field(default_factory=dict)
-    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)  # Files that set it: ``/etc/environment:3``.
+    origins: dict[str, tuple[str, ...]] = field(default_factory=dict)  # What sets it: ``/etc/environment:3``.
     cache_problem: str = ""  # Why CUDA cannot write its cache: ``/home/user/.nv/ComputeCache: EACCES``; or empty.
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 from tests.diagnose.trees import TreeHost
+from tests.diagnose.windows_trees import SYSTEM, windows_host
 from tests.each import each
 
-from transload.diagnose.host import Host
+from transload.diagnose.host import Host, memory
+from transload.diagnose.windows import MemoryStatus, Registry
 from transload.machine import Unknown
 
 
@@ -120,3 +122,37 @@ def test_deleted_current_directory_is_an_empty_string(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     assert Host().cwd == ""
+
+
+# -- Windows
+
+
+def test_search_path_and_programs_of_windows(tmp_path: Path) -> None:
+    path = '"C:\\Program Files\\Py";relative;\\\\server\\tools;C:\\windows\\SYSTEM32\\;C:'
+    host = windows_host(tmp_path, environ={"PATH": path})
+    assert host.search_path() == ["C:/Program Files/Py", "//server/tools", "C:/windows/SYSTEM32"]
+    assert host.program("nvidia-smi", host.search_path()) == "C:/windows/SYSTEM32/nvidia-smi.exe"
+    assert host.target("c:/windows/system32/NVCUDA.DLL") == f"{SYSTEM}/nvcuda.dll"
+    assert host.home == "C:/Users/Jo Doe"
+    assert [host.absolute(path) for path in ("D:/x", "x/y", "")] == ["D:/x", f"{host.cwd}/x/y", host.cwd]
+
+
+def test_registry_of_a_tree_has_keys_and_values_of_any_case(tmp_path: Path) -> None:
+    host = windows_host(tmp_path, registry={"HKCU/A/b": {"Name": "x\0", "List": ("y", "z"), "Number": 1}})
+    key = host.registry("hkcu/a/B")
+    assert isinstance(key, Registry)
+    assert [key.text(name) for name in ("NAME", "list", "Number", "absent")] == ["x", "y", "", ""]
+    assert host.registry("HKCU/A") == Registry({}, ("b",))
+    assert host.registry("HKCU/C") == Unknown("HKCU/C does not exist")
+
+
+def test_memory_of_windows(tmp_path: Path) -> None:
+    assert memory(windows_host(tmp_path)) == (32 << 30, 20 << 30)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="tests other systems")
+def test_host_without_windows_has_no_registry() -> None:
+    host = Host()
+    assert not host.registry("HKLM/SOFTWARE")
+    assert not host.devices()
+    assert host.memory_status() == MemoryStatus()

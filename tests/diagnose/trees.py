@@ -73,7 +73,7 @@ LINKS: Final = 40
 class TreeHost(Host):
     """A host in the tree at ``root``. Its links stay inside the tree, and nothing outside the tree is visible.
 
-    ``errors`` maps paths to the errnos of opening them, and takes precedence over those of ``devices``.
+    ``errors`` maps paths to the errnos of opening them, and takes precedence over those of ``device_nodes``.
     """
 
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class TreeHost(Host):
     uid: int = -1
     libc: str = ""
     root: str = "/nowhere"
-    devices: Mapping[str, Device] = field(default_factory=dict)
+    device_nodes: Mapping[str, Device] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
 
     def real(self, path: str) -> str:
@@ -120,11 +120,11 @@ class TreeHost(Host):
         return Unknown(f"the log of a tree is in its files, not in {size} bytes of the kernel")
 
     def open_error(self, path: str) -> str:
-        device = self.devices.get(self.target(path))
+        device = self.device_nodes.get(self.target(path))
         return self.errors.get(path) or (device.error if device else super().open_error(path))
 
     def stat(self, path: str) -> os.stat_result | Unknown:
-        device = self.devices.get(self.target(path))
+        device = self.device_nodes.get(self.target(path))
         if device is None:
             return super().stat(path)
         mode = stat.S_IFCHR | device.mode

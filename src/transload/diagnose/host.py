@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transload.diagnose import windows
+from transload.diagnose.windows import MemoryStatus, Registry, WindowsDevice
 from transload.machine import Unknown
 
 _LIMIT = 1 << 20  # bytes read of a file by default: some files in /proc never end
@@ -22,7 +24,7 @@ _FOLDERS = 64  # the most folders of PATH that are searched
 
 def _cwd() -> str:
     try:
-        return os.getcwd()
+        return os.getcwd().replace(os.sep, "/")
     except OSError:  # it was deleted
         return ""
 
@@ -46,14 +48,15 @@ def _libc() -> str:
 
 @dataclass(frozen=True)
 class Host:
-    """Where probes look. Paths are absolute POSIX paths.
+    """Where probes look. Paths are absolute, and have forward slashes also on Windows: ``C:/Windows/System32``.
 
+    What comes from outside and may be a path (``sys.path``, the registry, a variable) goes through ``slashed``.
     ``python`` is the interpreter to examine, ``cwd`` the current directory, ``uname`` is ``(system, kernel release,
     machine)``, and ``libc`` the version of glibc in this process. Fields that are not given are those of this process.
     """
 
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    python: str = field(default_factory=lambda: sys.executable)
+    python: str = field(default_factory=lambda: (sys.executable or "").replace(os.sep, "/"))
     cwd: str = field(default_factory=_cwd)
     uname: tuple[str, str, str] = field(default_factory=_uname)
     uid: int = field(default_factory=lambda: os.geteuid() if hasattr(os, "geteuid") else -1)
@@ -63,13 +66,40 @@ class Host:
         """The path, or the name of a library, as this process and its children open it. Tests override this."""
         return path
 
+    @property
+    def windows(self) -> bool:
+        """Whether it runs Windows."""
+        return self.uname[0] == "Windows"
+
+    @property
+    def home(self) -> str:
+        """The user's folder; empty if no variable names it."""
+        return self.slashed(self.environ.get("USERPROFILE" if self.windows else "HOME", ""))
+
+    def slashed(self, path: str) -> str:
+        """A path as the host writes it, with forward slashes."""
+        return path.replace("\\", "/") if self.windows else path
+
+    def is_absolute(self, path: str) -> bool:
+        """Whether a path with forward slashes is absolute, on Windows with a drive or a server."""
+        return bool(re.match(r"[A-Za-z]:/|//[^/]", path)) if self.windows else path.startswith("/")
+
+    def absolute(self, path: str) -> str:
+        """A path that may be relative to the current directory."""
+        return path if self.is_absolute(path) else f"{self.cwd.rstrip('/')}/{path}" if path else self.cwd
+
+    def split(self, value: str) -> list[str]:
+        """The elements of a variable that lists paths, such as PATH."""
+        return [self.slashed(path.strip('"')) for path in value.split(";")] if self.windows else value.split(":")
+
     def search_path(self) -> list[str]:
         """The folders of PATH that are absolute, without a trailing slash."""
-        folders = self.environ.get("PATH", "").split(":")[:_FOLDERS]
-        return [folder.rstrip("/") for folder in folders if folder.startswith("/")]
+        folders = self.split(self.environ.get("PATH", ""))[:_FOLDERS]
+        return [folder.rstrip("/") for folder in folders if self.is_absolute(folder)]
 
     def program(self, name: str, folders: Iterable[str]) -> str:
-        """The first file of that name in the folders; empty if there is none."""
+        """The first program of that name in the folders; empty if there is none."""
+        name += ".exe" if self.windows and not name.endswith(".exe") else ""
         paths = (f"{folder}/{name}" for folder in folders)
         return next((path for path in paths if self.exists(path) and not self.is_dir(path)), "")
 
@@ -148,14 +178,14 @@ class Host:
     def readlink(self, path: str) -> str:
         """The target that a symbolic link names; empty for anything else."""
         try:
-            return os.readlink(path.rstrip("/"))
+            return _plain(os.readlink(path.rstrip("/")))
         except (OSError, ValueError):
             return ""
 
     def target(self, path: str) -> str:
         """The path with all links resolved."""
         try:
-            return os.path.realpath(path)
+            return _plain(os.path.realpath(path))
         except (OSError, ValueError):  # a relative path in a directory that was deleted; a NUL or a lone surrogate
             return path
 
@@ -166,6 +196,29 @@ class Host:
         except OSError as error:
             return errno.errorcode.get(error.errno or 0, str(error.errno))
         return ""
+
+    def registry(self, key: str) -> Registry | Unknown:
+        """A key of the registry: ``HKLM/SYSTEM/CurrentControlSet/Enum/PCI``."""
+        try:
+            return windows.registry(key)
+        except ImportError:
+            return Unknown("this system has no registry")
+        except OSError as error:  # it does not exist, is not ours to read, or changed while it was read
+            return Unknown(reason(key, error))
+
+    def devices(self) -> tuple[WindowsDevice, ...] | Unknown:
+        """The devices on the PCI bus of a Windows machine that are present."""
+        try:
+            return windows.devices()
+        except (OSError, AttributeError) as error:  # Wine lacks some of these functions
+            return Unknown(f"cfgmgr32 cannot be asked: {error}")
+
+    def memory_status(self) -> MemoryStatus:
+        """How much memory a Windows machine has, and can still promise to this process."""
+        try:
+            return windows.memory_status()
+        except (OSError, AttributeError):
+            return MemoryStatus()
 
     def kernel_ring(self, size: int) -> str | Unknown:
         """The end of the kernel's log in one call: /dev/kmsg returns up to 100,000 lines one by one, oldest first."""
@@ -181,6 +234,11 @@ class Host:
             code = ctypes.get_errno()
             return Unknown(reason("the kernel's log", OSError(code, os.strerror(code))))
         return ctypes.string_at(buffer, length).decode("utf-8", "replace")
+
+
+def _plain(path: str) -> str:
+    """A path of this system as a host writes it: without the prefix that on Windows lifts the limit on its length."""
+    return path.removeprefix("\\\\?\\").replace(os.sep, "/")
 
 
 def pairs(text: str, separator: str) -> dict[str, str]:
@@ -228,6 +286,9 @@ _NO_LIMIT = 1 << 60  # without a limit, cgroup v1 reports a little less than 2**
 
 def memory(host: Host) -> tuple[int, int]:
     """Total and available bytes, -1 if unknown. The limit of a container counts if it is lower."""
+    if host.windows:
+        status = host.memory_status()
+        return status.total, status.free
     sizes = {name: int(kib) * 1024 for name, kib in host.findall(r"^(\w+):\s*(\d{1,19})\b", "/proc/meminfo")}
     total, free = sizes.get("MemTotal", -1), sizes.get("MemAvailable", sizes.get("MemFree", -1))
     for line, root, most, used, inactive in _CGROUPS:

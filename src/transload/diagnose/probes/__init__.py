@@ -77,7 +77,7 @@ def probe(
         why = ""
         if python:
             here = replace(here, python=python)
-        elif here.python == sys.executable:
+        elif here.python == Host().python:
             here, why = attempt("python", (here, ""), interpreters.choose, here)
         examined = attempt("python", Python(here.python), interpreters.python, here, why)
         installed = attempt("torch", bare.torch, interpreters.torch, here, examined)
