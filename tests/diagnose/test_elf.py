@@ -14,7 +14,7 @@ from tests.each import each
 from tests.elf_forge import CUBIN, LTO, PTX, fatbin, library
 from tests.fake_driver import returns
 
-from transload.diagnose import elf as elf_module
+from transload.diagnose import binary
 from transload.diagnose.elf import Elf, UndefinedSymbol, read_elf
 from transload.machine import Unknown
 
@@ -226,7 +226,7 @@ def test_wrong_size_in_a_fatbin_ends_the_scan(tmp_path: Path) -> None:
 
 
 def test_number_of_fatbin_entries_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elf_module, "_MOST_READS", 1000)
+    monkeypatch.setattr(binary, "_MOST_READS", 1000)
     entry = fatbin([(CUBIN, 80, b"")])[16:]
     for count, expected in ((900, {"sm_80": 900}), (1100, Unknown("it has too many parts"))):
         section = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entry) * count) + entry * count

@@ -1,33 +1,24 @@
 """Shared libraries without loading them: what ELF files contain, and which of them the dynamic loader would map.
 
-Only the needed parts of a file are read, and it is never mapped: libraries can be hundreds of megabytes long, and a
-mapped file that shrinks kills its reader. Every offset is checked against the file before it is used, and every loop
-is bounded. What cannot be read is an ``Unknown``; nothing here raises for the contents of a file.
+Every loop is bounded. What cannot be read is an ``Unknown``; nothing here raises for the contents of a file.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import stat
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from itertools import islice, takewhile
 from operator import itemgetter
 from struct import Struct, unpack, unpack_from
-from typing import Concatenate, ParamSpec, TypeVar
 
 from transload.frozen import NamedTuple, replace
 from transload.machine import Unknown
 
-from .host import Host, reason
+from .binary import LONGEST_NAME, BinaryFile, MalformedError, with_file
+from .host import Host
 from .tables import table
-
-_T = TypeVar("_T")
-_P = ParamSpec("_P")
-_Subject = TypeVar("_Subject", "Elf", str)
 
 _HEADER = Struct("<32x2Q6x5H")
 _PROGRAM = Struct("<I4x2Q8xQ16x")
@@ -40,8 +31,6 @@ _NOBITS = 8
 # A file may claim any count. These limits are far above what linkers write, and cheap to reach.
 _MOST_PROGRAMS = 512
 _MOST_DYNAMIC = 4096
-_LONGEST_NAME = 4096
-_MOST_READS = 1 << 18  # take half a second; the fatbins of libtorch_cuda need four thousand
 
 _SYMBOL = Struct("<IBxH16x")
 _NEED, _NEED_VERSION = Struct("<HHIII"), Struct("<IHHII")
@@ -62,69 +51,6 @@ _FATBIN = b"\x50\xed\x55\xba"
 _PREFIX = {1: "compute_", 2: "sm_"}  # PTX and cubins. Other kinds, such as code for the linker (8), are skipped.
 _ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
 _GAP = 4096
-
-
-class _MalformedError(Exception):
-    """A file contradicts itself. This never leaves the module."""
-
-
-class _File:
-    """A regular file that is read at offsets."""
-
-    def __init__(self, path: str) -> None:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe or a device could block
-            raise _MalformedError("not a regular file")
-        self.stream = open(path, "rb", buffering=0)  # noqa: SIM115  _with_file closes it
-        status = os.fstat(self.stream.fileno())
-        self.size, self.identity = status.st_size, (status.st_dev, status.st_ino)
-        self.reads = 0
-        with suppress(AttributeError, OSError):  # else read-ahead fetches half of libtorch_cuda for its headers
-            os.posix_fadvise(self.stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-
-    def read(self, offset: int, size: int) -> bytes:
-        """At most ``size`` bytes: fewer at the end of the file, none outside of it."""
-        if not 0 <= offset < self.size:
-            return b""
-        self.reads += 1
-        if self.reads > _MOST_READS:
-            raise _MalformedError("it has too many parts")
-        self.stream.seek(offset)
-        return self.stream.read(min(size, self.size - offset))
-
-    def read_exactly(self, offset: int, size: int) -> bytes:
-        """Exactly ``size`` bytes; raises ``_MalformedError`` if the file has fewer."""
-        data = self.read(offset, size)
-        if len(data) != size:
-            raise _MalformedError(f"cut off: {size} bytes should be at {offset}, but the file has {self.size}")
-        return data
-
-    def c_string(self, offset: int) -> str:
-        """The text up to the next NUL."""
-        for size in (128, _LONGEST_NAME):
-            text, end, _ = self.read(offset, size).partition(b"\0")
-            if end:
-                return text.decode("utf-8", "surrogateescape")
-        raise _MalformedError(f"a name at {offset} has no end")
-
-
-def _with_file(
-    question: Callable[Concatenate[_Subject, _File, _P], _T],
-) -> Callable[Concatenate[_Subject, _P], _T | Unknown]:
-    """Pass the opened file to a function of a path or an ``Elf``; the result is an ``Unknown`` if reading fails."""
-
-    @wraps(question)
-    def asked(subject: _Subject, /, *arguments: _P.args, **options: _P.kwargs) -> _T | Unknown:
-        path = str(getattr(subject, "path", subject))
-        try:
-            file = _File(path)
-            with file.stream:
-                return question(subject, file, *arguments, **options)
-        except _MalformedError as error:
-            return Unknown(str(error))
-        except (OSError, ValueError) as error:
-            return Unknown(reason(path, error))
-
-    return asked
 
 
 class UndefinedSymbol(NamedTuple):
@@ -166,15 +92,15 @@ class Elf:
         address = self.dynamic.get(tag, -1)
         return next((at + address - start for start, at, size in self.segments if start <= address < start + size), -1)
 
-    @_with_file
-    def section_bytes(self, file: _File, name: str, limit: int) -> bytes:
+    @with_file
+    def section_bytes(self, file: BinaryFile, name: str, limit: int) -> bytes:
         """The bytes of a section, at most ``limit`` of them."""
         for start, size in self._sections(file, [name]):
             return file.read(start, min(size, limit))
-        raise _MalformedError(f"it has no section {name}")
+        raise MalformedError(f"it has no section {name}")
 
-    @_with_file
-    def undefined(self, file: _File, of: Collection[str] | None = None) -> tuple[UndefinedSymbol, ...]:
+    @with_file
+    def undefined(self, file: BinaryFile, of: Collection[str] | None = None) -> tuple[UndefinedSymbol, ...]:
         """What it needs, except weakly: symbols, with ``of`` those of these files, and versions, which have no name."""
         needs = []  # file, number and name of every version that it needs, and whether the need is weak
         strings = self.offset(_STRINGS)
@@ -192,8 +118,8 @@ class Elf:
         ]
         return (*undefined, *(UndefinedSymbol("", version, source) for source, _, version, weak in needs if not weak))
 
-    @_with_file
-    def not_defined(self, file: _File, wanted: Collection[UndefinedSymbol]) -> tuple[UndefinedSymbol, ...]:
+    @with_file
+    def not_defined(self, file: BinaryFile, wanted: Collection[UndefinedSymbol]) -> tuple[UndefinedSymbol, ...]:
         """Those of ``wanted`` that it does not define in the needed version; a file without versions satisfies any."""
         names = {symbol.name.encode("utf-8", "surrogateescape"): symbol.name for symbol in wanted if symbol.name}
         definitions = {}  # the name of each version that it defines, by number
@@ -207,8 +133,8 @@ class Elf:
         given = ((need, versions.get(need.name)) for need in wanted)
         return tuple(need for need, has in given if not has or (need.version and has.isdisjoint((need.version, ""))))
 
-    @_with_file
-    def architectures(self, file: _File) -> dict[str, int]:
+    @with_file
+    def architectures(self, file: BinaryFile) -> dict[str, int]:
         """Architecture (``sm_90``; ``sm_90a`` is one chip, ``sm_103f`` a family) → how many cubins or PTX texts."""
         sizes: dict[tuple[str, int, str], int] = {}
         for start, size in self._sections(file, (".nv_fatbin", "__nv_relfatbin")):
@@ -231,11 +157,11 @@ class Elf:
         order = sorted(sizes, key=lambda key: (key[0] != "sm_", *key[1:]))
         return {f"{prefix}{number}{suffix}": sizes[prefix, number, suffix] for prefix, number, suffix in order}
 
-    def _sections(self, file: _File, names: Iterable[str]) -> Iterator[tuple[int, int]]:
+    def _sections(self, file: BinaryFile, names: Iterable[str]) -> Iterator[tuple[int, int]]:
         """(offset, size) of the sections with these names that have bytes in the file."""
         offset, count, index = self.section_table
         if not offset or index >= count:
-            raise _MalformedError("it has no section headers")
+            raise MalformedError("it has no section headers")
         headers = list(_SECTION.iter_unpack(file.read_exactly(offset, count * _SECTION.size)))
         strings, size = headers[index][2:]
         table = file.read_exactly(strings, min(size, count * 256))
@@ -245,12 +171,12 @@ class Elf:
                 yield start, min(length, max(file.size - start, 0))
 
     def _symbols(
-        self, file: _File, *, defined: bool, versions: Container[int] | None = None
+        self, file: BinaryFile, *, defined: bool, versions: Container[int] | None = None
     ) -> Iterator[tuple[bytes, bool, int]]:
         """The defined or undefined symbols, of all or some ``versions``: name, whether it is weak, and its version."""
         start, size = next(self._sections(file, [".dynsym"]), (0, 0))
         if not start:
-            raise _MalformedError("it has no table of symbols")
+            raise MalformedError("it has no table of symbols")
         count = min(size // _SYMBOL.size, _MOST_SYMBOLS)
         at = self.offset(_VERSIONS)
         numbers = unpack(f"<{count}H", file.read_exactly(at, 2 * count)) if at >= 0 else (_ANY,) * count
@@ -258,12 +184,12 @@ class Elf:
         symbols = _SYMBOL.iter_unpack(file.read_exactly(start, count * _SYMBOL.size))
         for (place, info, section), number in zip(symbols, numbers, strict=True):
             if (section != 0) == defined and (versions is None or number & 0x7FFF in versions):
-                end = strings.find(b"\0", place, place + _LONGEST_NAME)
+                end = strings.find(b"\0", place, place + LONGEST_NAME)
                 if end > place:
                     yield strings[place:end], info >> 4 == _WEAK, number & 0x7FFF
 
 
-def _linked(file: _File, at: int, layout: Struct) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _linked(file: BinaryFile, at: int, layout: Struct) -> Iterator[tuple[int, tuple[int, ...]]]:
     """The offset and the fields of each entry of a linked list; the last field is the distance to the next."""
     for _ in range(_MOST_VERSIONS if at >= 0 else 0):
         entry = layout.unpack(file.read_exactly(at, layout.size))
@@ -273,13 +199,13 @@ def _linked(file: _File, at: int, layout: Struct) -> Iterator[tuple[int, tuple[i
         at += entry[-1]
 
 
-@_with_file
-def read_elf(path: str, file: _File) -> Elf:
+@with_file
+def read_elf(path: str, file: BinaryFile) -> Elf:
     """Read the ELF file at a real path, or say why it cannot be read, such as ``not an ELF file``."""
     head = file.read(0, _HEADER.size)
     if head[:4] != b"\x7fELF" or len(head) < _HEADER.size:
         why = "cut off within the header" if head[:4] == b"\x7fELF" else "not an ELF file" if head else "empty"
-        raise _MalformedError(why)
+        raise MalformedError(why)
     bits, little = {1: 32, 2: 64}.get(head[4], 0), head[5] == 1
     number = int.from_bytes(head[18:20], "little" if little else "big")
     matching = (name for name, row in table("machines")["machines"].items() if row["elf"] == number)
@@ -288,7 +214,7 @@ def read_elf(path: str, file: _File) -> Elf:
         return Elf(path, machine, bits, identity=file.identity)
     programs, sections, size, count, entry, many, names = _HEADER.unpack(head)
     if size != _PROGRAM.size or not 0 < count <= _MOST_PROGRAMS:
-        raise _MalformedError("it has no program headers")
+        raise MalformedError("it has no program headers")
     kinds = list(_PROGRAM.iter_unpack(file.read_exactly(programs, size * count)))
     pairs: list[tuple[int, int]] = []
     for kind, offset, _, length in kinds:
@@ -299,7 +225,7 @@ def read_elf(path: str, file: _File) -> Elf:
     segments = tuple((address, offset, length) for kind, offset, address, length in kinds if kind == _LOAD)
     end = max((offset + length for _, offset, length in segments), default=0)
     if end > file.size:  # the loader maps it anyway, and touching the missing pages raises SIGBUS
-        raise _MalformedError(f"cut off after {file.size} of {end} bytes")
+        raise MalformedError(f"cut off after {file.size} of {end} bytes")
     elf = Elf(
         *(path, machine),
         interpreter=next((file.c_string(offset) for kind, offset, *_ in kinds if kind == _INTERPRETER), ""),
@@ -507,7 +433,7 @@ def read_cache(cache: bytes, machine: str, hwcaps: Sequence[str] = ()) -> dict[s
     cache = cache[start:]
 
     def text(at: int) -> str:
-        end = cache.find(b"\0", at, at + _LONGEST_NAME)
+        end = cache.find(b"\0", at, at + LONGEST_NAME)
         return cache[at : max(end, at)].decode("utf-8", "surrogateescape")
 
     _, count, _, at = _CACHE_HEADER.unpack_from(cache)
