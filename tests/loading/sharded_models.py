@@ -18,6 +18,7 @@ from torch import nn
 
 from transload.errors import CannotReadError, LoadError, MissingFileError
 from transload.loading import handles
+from transload.loading.dcp_reader import CheckpointReader
 from transload.loading.into import MismatchError, load_into
 
 try:
@@ -433,6 +434,55 @@ def case_a_group_of_ranks() -> None:
         assert_filled(model)
 
 
+def case_ranks_with_different_meshes_agree() -> None:
+    try:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor import DTensor, Replicate, Shard
+    everyone, alone = _mesh((2,)), _mesh((1,), ranks=[1])
+    weight = torch.zeros(3, 4) if rank() == 0 else torch.zeros(6, 4)
+    mesh, placement = (everyone, Shard(0)) if rank() == 0 else (alone, Replicate())
+    model = nn.Linear(4, 6, bias=False)
+    model.weight = nn.Parameter(DTensor.from_local(weight, mesh, [placement], run_check=False))
+    load_into(model, FOLDER / "weight.pt")
+    expected = torch.arange(24.0).view(6, 4)
+    assert torch.equal(model.weight.to_local(), expected[: len(weight)])
+    error = errors_of(lambda: load_into(model, FOLDER / ("none.pt" if rank() else "weight.pt")))
+    assert isinstance(error, MissingFileError if rank() else LoadError), repr(error)
+
+
+def case_what_several_ranks_read_goes_through_the_page_cache() -> None:
+    """And their shards do not need to."""
+    try:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor import Replicate, Shard, distribute_tensor
+    import torch.distributed.checkpoint as dcp
+
+    used: list[bool | None] = []
+
+    def noted(ranges: Any, address_of: Any, settings: Any, *args: Any) -> Any:
+        used.append(settings.direct)
+        return fill(ranges, address_of, settings, *args)
+
+    fill = vars(handles)["fill"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handles, "fill", noted)
+        for placement, direct in ((Replicate(), False), (Shard(0), None)):
+            model = nn.Linear(4, 6, bias=False)
+            model.weight = nn.Parameter(distribute_tensor(torch.zeros(6, 4), _mesh((2,)), [placement]))
+            load_into(model, FOLDER / "weight.pt")
+            state = {"weight": model.weight.detach()}
+            dcp.load_state_dict(state, CheckpointReader(FOLDER / "weight.pt"))
+            assert torch.equal(whole(model.weight), torch.arange(24.0).view(6, 4))
+            assert used == [direct, direct], placement
+            used.clear()
+        load_into(seeded(seed=5), FOLDER / "model.pt", process_group=dist.group.WORLD)
+        load_into(seeded(seed=5), FOLDER / "model.pt", process_group=dist.group.WORLD, direct=True)
+        load_into(seeded(seed=5), FOLDER / "model.pt")  # alone
+        assert used == [False, True, None]
+
+
 def case_two_dimensions() -> None:
     """On four ranks."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -471,20 +521,23 @@ def case_a_part_of_the_ranks() -> None:
 
     meshes = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])]
     if rank() < 2:
-        model = sharded(mesh=meshes[0])
-        load_into(model, FOLDER / "model.pt")
+        model, group = sharded(mesh=meshes[0]), meshes[0].get_group()
+        load_into(model, FOLDER / "model.pt", process_group=group)
         assert_filled(model)
-        error = errors_of(lambda: load_into(model, FOLDER / ("none.pt" if rank() else "model.pt")))
+        path = FOLDER / ("none.pt" if rank() else "model.pt")
+        error = errors_of(lambda: load_into(model, path, process_group=group))
         assert isinstance(error, MissingFileError if rank() else LoadError)
 
 
-def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None, ranks: list[int] | None = None) -> Any:
     try:
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     except ImportError:  # before torch 2.2
         from torch.distributed._tensor import DeviceMesh
 
-        return DeviceMesh("cpu", torch.arange(dist.get_world_size()).view(shape))
+        return DeviceMesh("cpu", torch.tensor(ranks or range(dist.get_world_size())).view(shape))
+    if ranks is not None:
+        return DeviceMesh("cpu", ranks)
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 

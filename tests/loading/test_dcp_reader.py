@@ -350,7 +350,7 @@ def test_ranks_that_opened_different_files_raise(tmp_path: Path) -> None:
     for reader in readers:
         reader.read_metadata()
         plans.append(reader.prepare_local_plan(plan))
-    assert readers[0].prepare_global_plan(plans) == plans
+    assert [each.items for each in readers[0].prepare_global_plan(plans)] == [[], [], []]
     torch.save({name: tensor + 1 for name, tensor in WEIGHTS.items()}, tmp_path / "b.pt")
     os.replace(tmp_path / "b.pt", tmp_path / "a.pt")
     readers[2].read_metadata()

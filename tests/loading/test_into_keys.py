@@ -100,3 +100,12 @@ def test_changes_to_keys_are_noted(file_key: str, model_key: str, note: str) -> 
     assert matched_names(match) == {model_key: file_key}
     assert match.origins == {model_key: file_key}
     assert match.notes == ((note,) if note else ())
+
+
+def test_slashes_in_names_are_places_where_a_file_has_no_others() -> None:
+    paths: list[tuple[Key, ...]] = [("model/a.weight",), ("model/a.bias",), ("optimizer/state/a.weight/exp_avg",)]
+    match = find(checkpoint(*paths), model_shapes("a.weight", "a.bias"))
+    assert (match.branch.name, match.rest) == ("model", {})
+    assert matched_names(match) == {"a.weight": "model/a.weight", "a.bias": "model/a.bias"}
+    assert find(checkpoint(*paths), model_shapes("a.weight", "a.bias"), "model").branch.name == "model"
+    assert find(checkpoint(("a/b",), ("/c",)), model_shapes("a/b", "/c")).branch.path == ()

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from io import BytesIO
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Key, Tensor
@@ -27,7 +28,7 @@ from transload.loading import check_settings
 from transload.loading.composed import pieces_in
 from transload.loading.handles import TensorReader, build_node
 from transload.loading.into.keys import MARKERS, branches, key_function
-from transload.loading.into.ranks import Seen, seen
+from transload.loading.into.ranks import Seen, overlaps, seen
 from transload.nodes import Call, Dict, called, nested
 from transload.opening import CheckpointFile
 
@@ -121,27 +122,38 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
         metadata.state_dict_metadata  # noqa: B018 - which raises it
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add what identifies the checkpoint, so that the ranks can be compared."""
+        """Add what identifies the checkpoint, and how much is read of it, so that the ranks can be compared."""
         import dataclasses
 
-        return dataclasses.replace(plan, storage_data=seen(self._open()))
+        parts = ((self._entries.get(item.storage_index.fqn), item) for item in plan.items)
+        counts = ((entry.tensor, prod(item.lengths)) for entry, item in parts if entry is not None and entry.tensor)
+        return dataclasses.replace(plan, storage_data=seen(self._open(), counts))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise if the ranks have opened different checkpoints; this runs on the first rank only."""
+        """Raise if the ranks have opened different checkpoints; this runs on the first rank only.
+
+        Tell each whether others of its host read the same: then it should stay in the page cache.
+        """
+        import dataclasses
+
         first: Seen = plans[0].storage_data
         other = [rank for rank, plan in enumerate(plans) if not first.agrees(plan.storage_data)]
         if other:
             what = f"rank {other[0]} and rank 0 have opened different checkpoints"
             fix = "It was replaced while the ranks opened it, or the nodes have different copies. Load it again."
             raise BrokenFileError(what, where=self._open().checkpoint.path, fix=fix)
-        return plans
+        reads = [plan.storage_data for plan in plans]
+        shared = {host: overlaps(reads, host) for host in {each.host for each in reads}}
+        return [dataclasses.replace(plan, storage_data=shared[plan.storage_data.host]) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Read everything in the plan. Objects are built first, so that a refused one leaves the tensors unchanged."""
         import torch
         from torch.distributed.checkpoint.planner import LoadItemType
 
-        opened = self._open()
+        opened, settings = self._open(), self._settings
+        if plan.storage_data is True and settings.direct is None:
+            settings = settings._replace(direct=False)
         with gc_paused(user_objects=True), opened:
             objects: list[tuple[ReadItem, BytesIO]] = []
             tensors: list[tuple[ReadItem, Tensor]] = []
@@ -163,7 +175,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
                 for (item, tensor), target in zip(tensors, targets, strict=True)
             ]
             try:
-                opened.fill(parts, self._settings)
+                opened.fill(parts, settings)
                 opened.check_unchanged()
             except TransloadError as error:
                 error.fix = f"The tensors of the state dict may be partly filled. {error.fix}".rstrip()

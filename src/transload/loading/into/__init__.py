@@ -115,7 +115,7 @@ def load_into(
 
     Of a sharded model (DTensors of FSDP2 or tensor parallelism, or FSDP1) each rank reads only what it has; call it on
     every rank. They agree: if one cannot load, all raise, and no model is changed. ``process_group`` has the ranks that
-    take part; by default those of the model.
+    take part; by default all, as in ``dcp.load``.
 
     Everything is compared before the first byte is written: if keys are missing or not expected (with ``strict``), or
     shapes or dtypes differ, ``MismatchError`` says how, and the model is unchanged. Only modules with custom
@@ -149,7 +149,9 @@ def load_into(
                 items += [item for plan in plans for item in plan.items]
                 prepared = opened.prepare(items)
             if ranks:
-                ranks.seen = seen(opened)
+                ranks.seen = seen(opened, ((tensor, into.numel()) for tensor, into, _ in items))
+        if ranks.overlap and direct is None:
+            settings = settings._replace(direct=False)
         with ranks:
             ranks.is_writing = True
             loaded = _load(comparison, prepared, targets, settings, devices, strict=strict)

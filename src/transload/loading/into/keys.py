@@ -204,6 +204,12 @@ def branches(checkpoint: Checkpoint) -> dict[tuple[Key, ...], Branch]:
             branch.tensors[key] = tensor
             if depth + 1 < len(steps):
                 branch.deep[key] = steps[depth]
+        # Where a format has no nested names, those that convert wrote have their places before slashes.
+        name = str(steps[0]) if len(steps) == 1 else ""
+        for slash in re.finditer("(?<=.)/", name):
+            path = tuple(name[: slash.start()].split("/"))
+            branch = by_path.get(path) or by_path.setdefault(path, Branch(path, {}, {}))
+            branch.tensors[name[slash.end() :]] = tensor
     return by_path
 
 

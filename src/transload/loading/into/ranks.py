@@ -7,10 +7,12 @@ given up.
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
+from transload.checkpoint import Tensor
 from transload.errors import LoadError, TransloadError
 from transload.findings import join_names
 from transload.frozen import NamedTuple
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 _SHOWN = 8
+_OVERLAP = 1.1
+"""Elements that the ranks of a host read, for each that there is: shards alone are 1."""
 
 
 class Seen(NamedTuple):
@@ -31,6 +35,10 @@ class Seen(NamedTuple):
     host: str = ""
     stamps: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """The sizes and times of the files; the same for all ranks of one host."""
+    elements: int = 0
+    """How many elements the rank reads."""
+    whole: int = 0
+    """How many the tensors have that it reads, or reads a part of."""
 
     def agrees(self, other: Seen) -> bool:
         """Whether both can have read the same files."""
@@ -44,19 +52,32 @@ class _Outcome(NamedTuple):
     seen: Seen
 
 
-def seen(opened: OpenCheckpoint) -> Seen:
-    """What to compare with the other ranks: whether all have opened the same files."""
+def seen(opened: OpenCheckpoint, parts: Iterable[tuple[Tensor, int]]) -> Seen:
+    """What to compare with the other ranks: whether all have opened the same files.
+
+    ``parts`` are the tensors to read, each with the number of its elements that this rank reads.
+    """
     checkpoint = opened.checkpoint
     index = 0
     for tensor in checkpoint.tensors:
         index = crc32(repr((tensor.name, tensor.dtype, tensor.shape, tensor.file_offset)).encode(), index)
     for record in checkpoint.records:
         index = crc32(repr((record.name, record.size, record.crc32)).encode(), index)
-    return Seen(index, socket.gethostname(), tuple(sorted(opened.stamps().items())))
+    stamps, tensors, elements = tuple(sorted(opened.stamps().items())), {}, 0
+    for tensor, count in parts:
+        tensors[id(tensor)] = tensor.numel
+        elements += count
+    return Seen(index, socket.gethostname(), stamps, elements, sum(tensors.values()))
+
+
+def overlaps(reads: Iterable[Seen], host: str) -> bool:
+    """Whether the ranks of a host read the same elements: then the page cache should keep them for the next rank."""
+    here = [each for each in reads if each.host == host]
+    return sum(each.elements for each in here) > _OVERLAP * max((each.whole for each in here), default=0)
 
 
 class Ranks:
-    """The ranks that have a part of a model each; a single process if it is not sharded.
+    """The ranks that load a model together; a single process if it is not sharded.
 
     Used with ``with``, once for each step; ``is_writing`` says whether the step writes to the model.
     """
@@ -64,29 +85,32 @@ class Ranks:
     def __init__(self, model: torch.nn.Module, process_group: Any = None) -> None:
         self.seen = Seen()
         self.is_writing = False
-        self._groups = _groups(model, process_group)
+        self.overlap = False
+        """Whether other ranks of this host read the same elements."""
+        self._group = _group(model, process_group)
         self.is_first = True
-        if self._groups:
+        if self._group is not None:
             import torch.distributed as dist
 
-            self.is_first = all(dist.get_rank(group) == 0 for group in self._groups)
+            self.is_first = dist.get_rank(self._group) == 0
 
     def __bool__(self) -> bool:
-        return bool(self._groups)
+        return self._group is not None
 
     def __enter__(self) -> Ranks:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         """Exchange how the step ended; raise if it failed on another rank."""
-        if not self._groups or not isinstance(error, Exception | None):  # an interrupt ends the process
+        if self._group is None or not isinstance(error, Exception | None):  # an interrupt ends the process
             return
         try:
             outcomes = self._exchange(_Outcome(_text(error), self.seen))
         except RuntimeError as failure:
             if error is not None:
                 return  # which says more
-            fix = f"{'The model is filled' if self.is_writing else 'Nothing was written to the model'} on this rank."
+            fix = f"{'The model is filled' if self.is_writing else 'Nothing was written to the model'} on this rank.\n"
+            fix += "All ranks must call load_into: on one whose model is not sharded, with process_group."
             raise LoadError(f"the other ranks did not answer: {failure}", fix=fix) from failure
         failed = {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error}
         if error is not None:
@@ -100,9 +124,11 @@ class Ranks:
             raise LoadError(f"rank {rank} of {len(outcomes)} could not load it{others}: {text}", fix=fix)
         first, theirs = next(iter(outcomes.items()))
         if other := [rank for rank, outcome in outcomes.items() if not outcome.seen.agrees(theirs.seen)]:
-            what = f"{_listed(other)} opened another file than rank {first}, under the same name"
-            fix = "It was replaced meanwhile, or machines have different copies of it. Try again when all see the same."
+            what = f"{_listed(other)} opened another file than rank {first}"
+            fix = "It was replaced meanwhile, or machines have different copies. Try again when all see the same.\n"
+            fix += "If the ranks have different models, name those of each: process_group=…"
             raise LoadError(what, fix=f"{fix}\n{self._left({}, 0)}".rstrip())
+        self.overlap = overlaps((outcome.seen for outcome in outcomes.values()), self.seen.host)
 
     def _left(self, failed: dict[int, str], count: int) -> str:
         """What a failure leaves behind in the models."""
@@ -112,15 +138,12 @@ class Ranks:
         return f"The model on {_listed([*failed])} may be partly filled{others}."
 
     def _exchange(self, outcome: _Outcome) -> dict[int, _Outcome]:
-        """What each rank tells, by global rank: through each dimension of a mesh in turn."""
+        """What each rank tells, by global rank."""
         import torch.distributed as dist
 
-        outcomes = {dist.get_rank(): outcome}
-        for group in self._groups:
-            received: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(received, outcomes, group=group)
-            outcomes = {rank: each for some in received for rank, each in some.items()}
-        return dict(sorted(outcomes.items()))
+        received: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(received, (dist.get_rank(), outcome), group=self._group)
+        return dict(sorted(received))
 
 
 def _text(error: BaseException | None) -> str:
@@ -133,40 +156,25 @@ def _listed(ranks: list[int]) -> str:
     return f"rank{'s' if ranks[1:] else ''} {join_names([*map(str, ranks)], _SHOWN)}"
 
 
-def _groups(model: torch.nn.Module, process_group: Any) -> list[Any]:
-    """The process groups through which all ranks of a model are reached; none if it is not sharded.
+def _group(model: torch.nn.Module, process_group: Any) -> Any:
+    """The process group that loads a model: the caller's, or if the model is sharded that of all ranks, as in DCP.
 
-    If the model is on all ranks, that is the default group; else the groups of the largest mesh, one per dimension.
+    The meshes of the model do not tell: those of another rank may be different, and then some would wait for ever.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
-        return []
-    groups: dict[frozenset[int], list[Any]] = {}
-    everywhere = frozenset(range(dist.get_world_size()))
-    if process_group is not None:
-        groups[frozenset(dist.get_process_group_ranks(process_group))] = [process_group]
-    elif len(everywhere) > 1:
-        classes = dtensor_classes()
-        for module in model.modules():
-            tensors = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - those of the wrappers, too
-            for mesh in {tensor.device_mesh for tensor in tensors if isinstance(tensor, classes)}:
-                if mesh.size() == len(everywhere):
-                    return [dist.group.WORLD]
-                ranks = frozenset(mesh.mesh.flatten().tolist())
-                if ranks not in groups and dist.get_rank() in ranks:
-                    groups[ranks] = [_dim_group(mesh, dim) for dim in range(mesh.mesh.ndim)]
-            if vars(module).get("_handle") is not None and hasattr(module, "process_group"):  # FSDP1
-                every = [module.process_group, getattr(module, "_inter_node_pg", None)]
-                used = [group for group in every if group is not None]
-                ranks = frozenset(rank for group in used for rank in dist.get_process_group_ranks(group))
-                groups.setdefault(ranks, used)
-        if groups and frozenset().union(*groups) == everywhere:
-            return [dist.group.WORLD]
-    largest = max(groups, key=len, default=frozenset())
-    return groups[largest] if len(largest) > 1 else []
+        return None
+    group = process_group
+    if group is None and _is_sharded(model):
+        group = dist.group.WORLD
+    return None if group is None or dist.get_world_size(group) == 1 else group
 
 
-def _dim_group(mesh: Any, dim: int) -> Any:
-    """The process group of one dimension of a mesh."""
-    return mesh.get_group(dim) if hasattr(mesh, "get_group") else mesh.get_dim_groups(dim)  # before torch 2.2
+def _is_sharded(model: torch.nn.Module) -> bool:
+    classes = dtensor_classes()
+    for module in model.modules():
+        tensors = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - those of the wrappers, too
+        if any(isinstance(tensor, classes) for tensor in tensors) or vars(module).get("_handle") is not None:  # FSDP1
+            return True
+    return False
