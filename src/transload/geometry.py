@@ -12,6 +12,11 @@ _MAX_STRIDE = 1 << 64
 _SHOWN = 4
 # Comparing two boxes takes some microseconds, and a hostile index lists millions of them.
 _MAX_COMPARED = 1_000_000
+# Boxes of one local tensor: a strided shard has one for each of its strides, and FSDP writes a single one.
+MAX_BOXES = 256
+MAX_DIMENSIONS = 64
+"""Those of a tensor in torch. A million dimensions of 2**62 would take hours to multiply out."""
+_Run = tuple[int, int]  # the first row and the row after the last
 
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -187,13 +192,17 @@ class Split(NamedTuple):
     factor: int = 1
 
 
-def shard_box(shape: tuple[int, ...], splits: Sequence[Split]) -> Box:
-    """The box of a tensor that a rank has: one split for each dimension of the device mesh that shards the tensor.
+def shards(shape: tuple[int, ...], splits: Sequence[Split]) -> list[tuple[Box, Box]]:
+    """The boxes of a tensor that a rank has, each with its box of the rank's own tensor.
 
-    ``LookupError`` if a factor does not follow from the splits after it. The shard of FSDP2 over tensor parallelism:
+    There is one split for each dimension of the device mesh that shards the tensor. If a factor does not follow from
+    the splits after it, the rank has its share of each of so many parts. ``LookupError`` if it has too many boxes.
+    The shard of FSDP2 over tensor parallelism, and one that is scattered:
 
-    >>> shard_box((8,), [Split(0, ranks=2, rank=1, factor=2), Split(0, ranks=2, rank=0)])
-    Box(start=(2,), shape=(2,))
+    >>> shards((8,), [Split(0, ranks=2, rank=1, factor=2), Split(0, ranks=2, rank=0)])
+    [(Box(start=(2,), shape=(2,)), Box(start=(0,), shape=(2,)))]
+    >>> [box.start for box, _ in shards((8,), [Split(0, ranks=2, rank=1, factor=2)])]
+    [(2,), (6,)]
     """
     order: list[Split] = []
     for split in reversed(splits):
@@ -201,39 +210,111 @@ def shard_box(shape: tuple[int, ...], splits: Sequence[Split]) -> Box:
         while parts < split.factor and at < len(order):
             parts *= order[at].ranks if order[at].dim == split.dim else 1
             at += 1
-        if parts != split.factor:
-            raise LookupError(f"a factor of {split.factor} for {parts} parts")
-        order.insert(at, split)
-    start, sizes = [0] * len(shape), list(shape)
-    for dim, ranks, rank, _ in order:
-        step = -(-sizes[dim] // ranks)
-        begin = min(sizes[dim], rank * step)
-        start[dim] += begin
-        sizes[dim] = min(step, sizes[dim] - begin)
-    return Box(tuple(start), tuple(sizes))
+        follows = parts == split.factor
+        order.insert(at if follows else 0, split._replace(factor=1) if follows else split)
+    runs: list[list[_Run]] = [[(0, size)] for size in shape]
+    for dim, ranks, rank, factor in order:
+        outer = (_chunk(runs[dim], factor, index) for index in range(factor))
+        runs[dim] = _joined([run for part in outer for run in _chunk(part, ranks, rank)])
+    if prod(map(len, runs)) > MAX_BOXES:
+        raise LookupError("scattered over too many places")
+    pairs = []
+    for combination in product(*map(_with_places, runs)):
+        sizes = tuple([run[1] - run[0] for run, _ in combination])
+        start, place = tuple([run[0] for run, _ in combination]), tuple([at for _, at in combination])
+        pairs.append((Box(start, sizes), Box(place, sizes)))
+    return pairs
 
 
-def gaps(shape: tuple[int, ...], covered: Iterable[Box], most: int = 1000) -> list[Box]:
-    """The boxes of a shape that none of some boxes covers; the whole shape if there would be more than ``most``.
+def _chunk(runs: list[_Run], count: int, index: int) -> list[_Run]:
+    """The rows of one of ``count`` chunks of some rows, by the rule of ``torch.chunk``: the last ones may be empty.
 
-    The same if it would take too long to find them.
+    >>> _chunk([(0, 4), (6, 12)], 4, 1)
+    [(3, 4), (6, 8)]
+    """
+    total = sum(end - begin for begin, end in runs)
+    step = -(-total // count)
+    first, last = min(total, index * step), min(total, (index + 1) * step)
+    out = []
+    for begin, end in runs:
+        low, high = max(0, first), min(end - begin, last)
+        if low < high:
+            out.append((begin + low, begin + high))
+        first, last = first - (end - begin), last - (end - begin)
+    return out
 
-    >>> gaps((8, 3), [Box((0, 0), (2, 3)), Box((4, 0), (4, 3))])
+
+def _joined(runs: list[_Run]) -> list[_Run]:
+    """The same rows, with adjacent runs joined."""
+    out: list[_Run] = []
+    for begin, end in runs:
+        if out and out[-1][1] == begin:
+            out[-1] = out[-1][0], end
+        else:
+            out.append((begin, end))
+    return out
+
+
+def _with_places(runs: list[_Run]) -> list[tuple[_Run, int]]:
+    """Runs, each with its place in the local tensor; for none, an empty one."""
+    out, at = [], 0
+    for begin, end in runs:
+        out.append(((begin, end), at))
+        at += end - begin
+    return out or [((0, 0), 0)]
+
+
+def hull(boxes: Iterable[Box]) -> tuple[int, ...]:
+    """The smallest shape that contains some boxes.
+
+    >>> hull([Box((0, 2), (3, 1)), Box((2, 0), (2, 2))])
+    (4, 3)
+    """
+    ends = ([at + size for at, size in zip(*box, strict=True)] for box in boxes)
+    return tuple(map(max, zip(*ends, strict=True)))
+
+
+class Cover(NamedTuple):
+    """What some boxes leave open of a shape, and those that overlap others or are not inside it.
+
+    If more than a thousand boxes are lost, or finding them would take too long, the whole shape is, and ``many`` true.
+    """
+
+    lost: list[Box]
+    twice: list[Box]
+    many: bool = False
+
+
+def cover(shape: tuple[int, ...], boxes: Iterable[Box], most: int = 1000) -> Cover:
+    """How boxes cover a shape.
+
+    >>> cover((8, 3), [Box((0, 0), (2, 3)), Box((4, 0), (4, 3))]).lost
     [Box(start=(2, 0), shape=(2, 3))]
     """
     whole = Box((0,) * len(shape), shape)
-    left = [whole] if prod(shape) else []
+    ordered = sorted([box for box in boxes if 0 not in box.shape])
+    row = 0
+    for at, sizes in ordered if shape else ():  # most have rows, one after another; this is fast
+        if at[0] != row or sizes[1:] != shape[1:] or any(at[1:]):
+            break
+        row += sizes[0]
+    else:
+        if shape and row == shape[0]:
+            return Cover([], [])
+    left, twice = [whole] if prod(shape) else [], list[Box]()
     compared = 0
-    for box in covered:
+    for box in ordered:
         rest: list[Box] = []
         compared += len(left)
         row, after = (box.start[0], box.start[0] + box.shape[0]) if shape else (0, 1)
+        new = 0
         for gap in left:
             apart = shape and (gap.start[0] >= after or gap.start[0] + gap.shape[0] <= row)  # most are; this is fast
             shared = None if apart else gap.intersection(box)
             if shared is None:
                 rest.append(gap)
                 continue
+            new += shared.numel
             # Cut off what is before and after the shared part in each dimension, and go on with what is between.
             for dim, (low, size) in enumerate(zip(shared.start, shared.shape, strict=True)):
                 start, end = gap.start[dim], gap.start[dim] + gap.shape[dim]
@@ -242,9 +323,12 @@ def gaps(shape: tuple[int, ...], covered: Iterable[Box], most: int = 1000) -> li
                         rest.append(gap.cut(dim, first, last - first))
                 gap = gap.cut(dim, low, size)  # noqa: PLW2901 - what is left of it
         left = rest
+        if new < box.numel:
+            twice.append(box)
         if len(left) > most or compared > _MAX_COMPARED:
-            return [whole]
-    return left
+            full = sum([box.numel for box in ordered]) > prod(shape)
+            return Cover([whole], twice or ([whole] if full else []), many=True)
+    return Cover(left, twice)
 
 
 class Axis(NamedTuple):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import pytest
 from tests.each import each
-from tests.formats.test_deepspeed import CASES, DATA, Unpickled, assert_same
+from tests.formats.test_deepspeed import CASES, Unpickled, assert_same, unpacked
 from tests.makers import saved
 
 from transload.converting import convert
@@ -27,10 +26,8 @@ UNREAD = {"a.weight", "b.bias", "head.weight", "ids", "scale"}
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("deepspeed")
+    folder = unpacked(tmp_path_factory)
     for name in CASES:
-        with ZipFile(DATA / f"{name}.zip") as archive:
-            archive.extractall(folder / name)
         result = convert(folder / name, folder / f"{name}-new", to="universal")
         assert result.complete
         assert result.aliases == (("head.weight", "embed.weight"),)

@@ -103,6 +103,12 @@ def test_a_piece_is_not_loaded_as_the_whole(tmp_path: Path) -> None:
             (8, 2),
             [((4, 0), (2, 2))],
         ),
+        (  # as FSDP2 divides the 6 rows of the second of two tensor-parallel ranks among 3
+            (placement("_StridedShard", dim=0, split_factor=2), placement("Shard", dim=0)),
+            mesh((3, 2), (2, 1)),
+            (13, 2),
+            [((11, 0), (2, 2))],
+        ),
     ],
 )
 def test_a_placement_says_where_the_local_part_belongs(

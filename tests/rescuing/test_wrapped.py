@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.makers import ZstdStandIn
 from tests.rescuing.makers import ROOT, flipped, hashes
 from tests.rescuing.test_streams import SAFETENSORS
 
@@ -123,25 +124,8 @@ def test_compression_without_its_module_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_zstd_is_decompressed_by_the_standard_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in with the interface of ``compression.zstd``."""
-
-    class Decompressor:
-        def __init__(self) -> None:
-            self._inner = zlib.decompressobj()
-            self.needs_input = True
-
-        @property
-        def eof(self) -> bool:
-            return self._inner.eof
-
-        @property
-        def unused_data(self) -> bytes:
-            return self._inner.unused_data
-
-        def decompress(self, data: bytes, max_length: int = -1) -> bytes:  # noqa: ARG002 - returns everything
-            return self._inner.decompress(data.removeprefix(b"\x28\xb5\x2f\xfd"))
-
     module = types.ModuleType("compression.zstd")
-    module.ZstdDecompressor = Decompressor  # type: ignore[attr-defined]
+    module.ZstdDecompressor = ZstdStandIn  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "compression", types.ModuleType("compression"))
     monkeypatch.setitem(sys.modules, "compression.zstd", module)
     assert rescue(b"\x28\xb5\x2f\xfd" + zlib.compress(DATA), tmp_path / "out.pt").exit_code == 0
@@ -152,21 +136,10 @@ def test_zstd_is_decompressed_by_zstandard_in_small_pieces(monkeypatch: pytest.M
     """A stand-in with its interface, which cannot limit the output, so its input must be small."""
     input_sizes: list[int] = []
 
-    class Stream:
-        def __init__(self) -> None:
-            self._inner = zlib.decompressobj()
-
-        @property
-        def eof(self) -> bool:
-            return self._inner.eof
-
-        @property
-        def unused_data(self) -> bytes:
-            return self._inner.unused_data
-
-        def decompress(self, data: bytes) -> bytes:
+    class Stream(ZstdStandIn):
+        def decompress(self, data: bytes, max_length: int = -1) -> bytes:
             input_sizes.append(len(data))
-            return self._inner.decompress(data.removeprefix(b"\x28\xb5\x2f\xfd"))
+            return super().decompress(data, max_length)
 
     module = types.ModuleType("zstandard")
     module.ZstdDecompressor = lambda: types.SimpleNamespace(decompressobj=Stream)  # type: ignore[attr-defined]

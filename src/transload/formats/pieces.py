@@ -7,7 +7,6 @@ a ShardedTensor the place of every shard. Nothing here is built: the nodes of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -15,35 +14,30 @@ from transload.checkpoint import Tensor
 from transload.dtypes import MAX_SIZE
 from transload.findings import join_names
 from transload.frozen import NamedTuple
-from transload.geometry import Box, box_words
+from transload.geometry import MAX_BOXES, MAX_DIMENSIONS, Box, Split, box_words, hull, shards
 from transload.nodes import Call, Dict, Global, Pickle, called, dotted, walk_nodes
 from transload.render.words import plural
 
 # Ranks of a mesh: nobody trains on that many, and a file may claim 2**60.
 MAX_WORLD = 1_000_000
-# Boxes of one local tensor: a strided shard has one for each of its strides, and FSDP writes a single one.
-MAX_BOXES = 256
-_MAX_RANK = 64
 
 _FROM_TYPE = ("torch._tensor._rebuild_from_type_v2", "torch._tensor._rebuild_from_type")
-_Run = tuple[int, int]  # the first row and the row after the last
 
 
 class UnplacedError(Exception):
-    """A distributed tensor whose file does not say which part of it it has; the text says why."""
+    """A distributed tensor of which the file does not say what part is in it; the text says why."""
 
 
 class Local(NamedTuple):
-    """A tensor that a rank has (its node), and the boxes of the whole that it fills, each with its place in it."""
+    """A tensor that a rank has (its node), and the boxes of the whole that it fills, each with its box in it."""
 
     node: object
-    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+    boxes: tuple[tuple[Box, Box], ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the tensor must have."""
-        places = ([at + size for at, size in zip(place, box.shape, strict=True)] for box, place in self.boxes)
-        return tuple(map(max, zip(*places, strict=True)))
+        return hull(inner for _, inner in self.boxes)
 
 
 class Piece(NamedTuple):
@@ -95,7 +89,7 @@ def names_outside(pickle: Pickle) -> set[Global]:
 
 def piece_of(cls: str, shape: tuple[int, ...], state: object) -> Piece:
     """The piece that the state of a DTensor or ShardedTensor describes; ``UnplacedError`` if that is not clear."""
-    if len(shape) > _MAX_RANK:
+    if len(shape) > MAX_DIMENSIONS:
         raise UnplacedError(f"it has {len(shape)} dimensions")
     return _dtensor(shape, _attributes(state)) if cls == "DTensor" else _sharded_tensor(shape, state)
 
@@ -120,14 +114,21 @@ def _fields(node: object) -> Dict:
     return _attributes(node.states[-1] if type(node) is Call and node.states else None)
 
 
-def _numbers(node: Any, what: str, most: int = _MAX_RANK) -> tuple[int, ...]:
+def size_of(node: object) -> tuple[int, ...] | None:
+    """A ``torch.Size``, which pickles as a call with a tuple, or another sequence of sizes; ``None`` if it is none."""
     if type(node) is Call and called(node) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
         node = node.args[0]
-    if type(node) not in (tuple, list) or len(node) > most:
-        raise UnplacedError(f"{what} is not a list of numbers")
-    if not all(type(number) is int and 0 <= number < MAX_SIZE for number in node):
-        raise UnplacedError(f"{what} contains something that is not a size")
-    return tuple(node)
+    if type(node) not in (tuple, list) or len(node) > MAX_DIMENSIONS:  # type: ignore[arg-type]
+        return None
+    sizes: tuple[int, ...] = tuple(node)  # type: ignore[arg-type]
+    whole = {int}.issuperset(map(type, sizes)) and (not sizes or 0 <= min(sizes) <= max(sizes) < MAX_SIZE)
+    return sizes if whole else None
+
+
+def _numbers(node: object, what: str) -> tuple[int, ...]:
+    if (numbers := size_of(node)) is None:
+        raise UnplacedError(f"{what} is not a list of sizes")
+    return numbers
 
 
 # -- ShardedTensor: the state is (local shards, metadata, process group, sharding, …)
@@ -146,7 +147,7 @@ def _sharded_tensor(shape: tuple[int, ...], state: Any) -> Piece:
             raise UnplacedError("the place of a shard has other dimensions")
         if any(at + size > most for at, size, most in zip(start, sizes, shape, strict=True)):
             raise UnplacedError("the place of a shard is outside the tensor")
-        local.append(Local(fields.get("tensor"), ((Box(start, sizes), (0,) * len(shape)),)))
+        local.append(Local(fields.get("tensor"), ((Box(start, sizes), Box((0,) * len(shape), sizes)),)))
     group = _fields(state[2])
     rank, world = group.get("global_rank"), group.get("global_world_size")
     known = type(rank) is int and type(world) is int and 0 <= rank < world <= MAX_WORLD
@@ -165,7 +166,7 @@ def _dtensor(shape: tuple[int, ...], state: Dict) -> Piece:
     placements: Any = spec.get("placements")
     if type(placements) not in (tuple, list) or len(placements) != len(sizes):
         raise UnplacedError("it has no placement for each dimension of its mesh")
-    runs: list[list[_Run]] = [[(0, size)] for size in shape]
+    splits: list[Split] = []
     for axis in _order(spec, len(sizes)):
         kind = called(placements[axis]).rpartition(".")[2] if type(placements[axis]) is Call else ""
         fields = _fields(placements[axis])
@@ -175,24 +176,17 @@ def _dtensor(shape: tuple[int, ...], state: Dict) -> Piece:
                 raise UnplacedError("it is split along a dimension that it does not have")
             if type(factor) is not int or not 0 < factor <= MAX_BOXES:
                 raise UnplacedError("it is split into an impossible number of parts")
-            # A strided shard is one of ``factor`` parts after another, of each the share of this rank: so FSDP divides
-            # a tensor that tensor parallelism has already divided.
-            outer = (_chunk(runs[dim], factor, index) for index in range(factor))
-            runs[dim] = [run for part in outer for run in _chunk(part, sizes[axis], coordinate[axis])]
-            runs[dim] = _joined(runs[dim])
+            splits.append(Split(dim, sizes[axis], coordinate[axis], factor))
         elif kind.endswith("Partial"):
             raise UnplacedError(
                 "each rank has a summand of it (its placement is Partial), which cannot be put together"
             )
         elif kind != "Replicate":
             raise UnplacedError(f"its placement {kind[:60] or 'on a dimension of the mesh'} is not known")
-    if prod(map(len, runs)) > MAX_BOXES:
-        raise UnplacedError("its local part is scattered over too many places")
-    boxes = []
-    for combination in product(*map(_with_places, runs)):
-        start = tuple([run[0] for run, _ in combination])
-        extent = tuple([run[1] - run[0] for run, _ in combination])
-        boxes.append((Box(start, extent), tuple([at for _, at in combination])))
+    try:
+        boxes = shards(shape, splits)
+    except LookupError as error:
+        raise UnplacedError(f"its local part is {error}") from error
     return Piece((Local(state.get("_local_tensor"), tuple(boxes)),), rank, place, prod(sizes))
 
 
@@ -205,10 +199,10 @@ def _mesh(node: object) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     else:
         layout = _fields(state.get("_layout"))
         axes: Any = layout.get("axes")
-        shapes = [_fields(axis).get("shape") for axis in axes[:_MAX_RANK]] if type(axes) in (tuple, list) else None
+        shapes = [_fields(axis).get("shape") for axis in axes[:MAX_DIMENSIONS]] if type(axes) in (tuple, list) else None
         given: Any = layout.get("shape") if shapes is None else tuple(shapes)
         given = (given,) if type(given) is int else given
-        if type(given) is not tuple or len(given) > _MAX_RANK:
+        if type(given) is not tuple or len(given) > MAX_DIMENSIONS:
             raise UnplacedError("it does not say how large its mesh is")
         # A dimension may consist of several.
         sizes = tuple(
@@ -227,7 +221,7 @@ def _order(spec: Dict, count: int) -> list[int]:
     """The dimensions of the mesh in the order in which they divide the tensor; only 2.10 or newer may change it."""
     entries: Any = spec.get("shard_order")
     order: list[int] = []
-    for entry in entries[:_MAX_RANK] if type(entries) is tuple else ():
+    for entry in entries[:MAX_DIMENSIONS] if type(entries) is tuple else ():
         args = entry.args if type(entry) is Call else None
         if type(args) is not tuple or len(args) != 2:
             raise UnplacedError("the order in which it was split is not clear")
@@ -235,41 +229,3 @@ def _order(spec: Dict, count: int) -> list[int]:
     if len(set(order)) != len(order) or any(axis >= count for axis in order):
         raise UnplacedError("the order in which it was split is not clear")
     return order + [axis for axis in range(count) if axis not in order]
-
-
-def _chunk(runs: list[_Run], count: int, index: int) -> list[_Run]:
-    """The rows of one of ``count`` chunks of some rows, by the rule of ``torch.chunk``: the last ones may be empty.
-
-    >>> _chunk([(0, 4), (6, 12)], 4, 1)
-    [(3, 4), (6, 8)]
-    """
-    total = sum(end - begin for begin, end in runs)
-    step = -(-total // count)
-    first, last = min(total, index * step), min(total, (index + 1) * step)
-    out = []
-    for begin, end in runs:
-        low, high = max(0, first), min(end - begin, last)
-        if low < high:
-            out.append((begin + low, begin + high))
-        first, last = first - (end - begin), last - (end - begin)
-    return out
-
-
-def _joined(runs: list[_Run]) -> list[_Run]:
-    """The same rows, with adjacent runs joined."""
-    out: list[_Run] = []
-    for begin, end in runs:
-        if out and out[-1][1] == begin:
-            out[-1] = out[-1][0], end
-        else:
-            out.append((begin, end))
-    return out
-
-
-def _with_places(runs: list[_Run]) -> list[tuple[_Run, int]]:
-    """Runs, each with its place in the local tensor; for none, an empty one."""
-    out, at = [], 0
-    for begin, end in runs:
-        out.append(((begin, end), at))
-        at += end - begin
-    return out or [((0, 0), 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -196,7 +197,7 @@ def _dtype(node: object) -> str:
 _METHODS = {function: f"_{function.rpartition('.')[2].lstrip('_').lower()}" for function in REBUILDS}
 
 
-class RebuildReader:
+class RebuildReader(ABC):
     """Makes the tensors that torch's rebuild functions would make; each function has a method of its name.
 
     ``depth`` counts tensors inside tensors, and ``attributes`` are the nodes of the attributes of the last one.
@@ -223,9 +224,9 @@ class RebuildReader:
         finally:
             self.depth -= 1
 
+    @abstractmethod
     def tensors_in(self, node: object, at: Place) -> tuple[Tensor, ...]:
         """The tensors inside an object; ``BadTensor`` if one of them is broken."""
-        raise NotImplementedError
 
     def _rebuild(self, node: object, at: Place, part: str = "") -> Tensor:
         """The tensor of a call inside another call: a ``part`` of its tensor, or the same tensor in another class."""
@@ -347,7 +348,7 @@ class RebuildReader:
     def _piece(self, whole: Tensor, cls: str, state: object, at: Place) -> Tensor:
         """A distributed tensor: the boxes of it that the file has; a problem, if that is not clear."""
         from transload.formats.pieces import UnplacedError, local_nodes, piece_of
-        from transload.geometry import Box, View
+        from transload.geometry import View
 
         table, parts, wrong = self.table, [], ""
         try:
@@ -361,8 +362,8 @@ class RebuildReader:
                 here, share = f"{tensor.dtype} {list(tensor.shape)}", f"{whole.dtype} {list(local.shape)}"
                 wrong = f"{here} is here, where its share would be {share}"
                 continue
-            for box, place in local.boxes:
-                view = View(tensor.shape, tensor.stride, tensor.offset).part(Box(place, box.shape))
+            for box, inner in local.boxes:
+                view = View(tensor.shape, tensor.stride, tensor.offset).part(inner)
                 first = tensor.file_offset
                 part = tensor._replace(
                     path=(*at[0], *box.start),

@@ -25,7 +25,7 @@ from transload.findings import quoted
 from transload.formats import read_source
 from transload.formats.nested import item_source, moved_storage, unpacked_item
 from transload.frozen import NamedTuple
-from transload.geometry import Axis, Box, View, axes_of, box_words, boxes, boxes_of_run, contiguous, gaps
+from transload.geometry import Axis, Box, View, axes_of, box_words, boxes, boxes_of_run, contiguous, cover
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
 from transload.io.sources import BytesSource, Source
 from transload.opening.jobs import file_ends
@@ -411,7 +411,7 @@ def gaps_of(tensor: Tensor, parts: Iterable[Tensor]) -> list[Box]:
     for part in parts:
         with suppress(LookupError):
             covered += [box for box, _ in _placed(part, tensor.shape)]
-    return gaps(tensor.shape, covered)
+    return cover(tensor.shape, covered).lost
 
 
 # -- reading elements in order

@@ -255,7 +255,7 @@ class Leftovers(BoundedWalk):
             inside = Dict(call_items(table)) if type(table) is Call else table
             if type(inside) is Dict and where != "_modules":  # of tensors only their attributes belong here
                 with_attributes = [pair for pair in inside.pairs() if tensor_attributes(pair[1]).items]
-                inside = Dict([part for pair in with_attributes for part in pair])
+                inside = Dict.of(with_attributes)
             if type(inside) is Dict and inside.items:
                 data = self._pairs(inside, (*path, where), depth)
                 kept[where if where[1:] in kept else where[1:]] = {} if data is NOTHING else data

@@ -411,9 +411,7 @@ class ConversionPlan:
 
             values = header_values(self.reader.open_file(""))
             # With two components the path cannot be that of a tensor, which may have the name of a value.
-            self.dropped.append(
-                ((checkpoint.format, "metadata"), Dict([part for pair in values.items() for part in pair]))
-            )
+            self.dropped.append(((checkpoint.format, "metadata"), Dict.of(values.items())))
         main = [pickle for pickle in checkpoint.pickles if pickle.main]
         several = len(main) > 1 or any(pickle.path for pickle in main)
         if not self.options.key and several and not form.composed:

@@ -212,8 +212,8 @@ class _Metadata:
         metadata = self._object(
             _CLASSES,
             "Metadata",
-            state_dict_metadata=_dict(entries),
-            planner_data=_dict({name: path for name, (path, _) in leaves.items()}),
+            state_dict_metadata=Dict.of(entries.items()),
+            planner_data=Dict.of((name, path) for name, (path, _) in leaves.items()),
             storage_data=Dict(places),
         )
         return dumps(metadata)
@@ -248,12 +248,8 @@ class _Metadata:
 
     def _object(self, module: str, name: str, **state: Any) -> Call:
         made = Call(self._global(module, name), (), "newobj", 0)
-        made.states = [_dict(state)] if state else None
+        made.states = [Dict.of(state.items())] if state else None
         return made
-
-
-def _dict(values: dict[str, Any]) -> Dict:
-    return Dict([part for pair in values.items() for part in pair])
 
 
 def read_back_folder(job: ConversionJob, folder: str, entries: dict[str, TargetTensor]) -> None:

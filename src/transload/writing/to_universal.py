@@ -219,18 +219,16 @@ class Universal:
         listed = []
         for number, node in enumerate(optimizer.get("param_groups", ())):
             group = {key: value for key, value in mapping(node) or () if key not in ("params", "param_names")}
-            listed.append(_dict({**group, "params": [number]}))
+            listed.append(Dict.of({**group, "params": [number]}.items()))
         if not listed:
-            listed = [_dict({"params": [0] if not number else []}) for number in range(_GROUPS)]
+            listed = [Dict(["params", [0] if not number else []]) for number in range(_GROUPS)]
         settings["param_groups"] = listed
         settings.setdefault("ds_version", top.get("ds_version", _VERSION))
         # Stage 3 has no step.pt.
         steps = (state["step"] for state in self._states.values() if "step" in state)
-        first = [_dict({"step": step}) for step in [*steps][:1]]
-        settings["optimizer_state_dict"] = _dict(
-            {"state": Dict([part for pair in enumerate(first) for part in pair]), "param_groups": listed}
-        )
-        self.files["zero/optimizer_state.pt"] = _dict(settings)
+        first = [Dict(["step", step]) for step in [*steps][:1]]
+        settings["optimizer_state_dict"] = Dict(["state", Dict.of(enumerate(first)), "param_groups", listed])
+        self.files["zero/optimizer_state.pt"] = Dict.of(settings.items())
 
     def _write_model(self, top: dict[Any, Any], groups: list[list[str]]) -> None:
         """Write everything else: weights that are not trained, and what the training script saved."""
@@ -259,11 +257,11 @@ class Universal:
             **top,
             "global_steps": steps,
             "param_shapes": shapes,
-            "shared_params": _dict(dict(self.aliases)),
+            "shared_params": Dict.of(dict(self.aliases).items()),
         }
-        self.files["mp_rank_00_model_states.pt"] = _dict({"module": _dict(weights), **model})
+        self.files["mp_rank_00_model_states.pt"] = Dict.of({"module": Dict.of(weights.items()), **model}.items())
         # For stage 3, which reads no weights from it.
-        self.files["zero_pp_rank_0_mp_rank_00_model_states.pt"] = _dict({"module": Dict([]), **model})
+        self.files["zero_pp_rank_0_mp_rank_00_model_states.pt"] = Dict.of({"module": Dict([]), **model}.items())
 
 
 def _is_state(key: Any) -> bool:
@@ -284,10 +282,6 @@ def _why_no_folder(name: str) -> str:
 
 def _list(node: Any) -> list[Any]:
     return node if type(node) is list else []
-
-
-def _dict(values: dict[Any, Any]) -> Dict:
-    return Dict([part for pair in values.items() for part in pair])
 
 
 def write_universal(job: ConversionJob, universal: Universal) -> None:

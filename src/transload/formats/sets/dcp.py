@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable
 from contextlib import closing
 from glob import escape, glob
-from itertools import pairwise
 from math import prod
 from typing import Any, TypeGuard
 
@@ -23,11 +22,13 @@ from transload.findings import join_names
 from transload.formats.graph import call_items, last_pairs
 from transload.formats.nested import item_source, moved_tensor, why_packed
 from transload.formats.pickle_machine import run
+from transload.formats.pieces import size_of
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.sets.merger import Merger, listed
+from transload.formats.sets.pieces import assembled, lost_words, overlap_words
 from transload.formats.torch_zip import pickle_problems
 from transload.frozen import NamedTuple
-from transload.geometry import Box, box_words, contiguous, gaps
+from transload.geometry import contiguous
 from transload.io.folder import Listing, relative_path
 from transload.io.sources import Slice, Source
 from transload.nodes import Call, Dict, Global, short
@@ -40,8 +41,6 @@ RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 MAX_METADATA = 512 << 20
 # Opening an item takes up to a millisecond. If there are more, those of tensors are opened when they are read.
 FEW_ITEMS = 1_000
-# torch allows 64. A million dimensions of 2**62 would take hours to multiply out.
-MAX_DIMENSIONS = 64
 # A path of a million steps would take as long to make for each of a million entries.
 MAX_LEVELS = 100
 # Objects that ranks have each for themselves are compared up to this size.
@@ -252,7 +251,7 @@ def _entries(merger: Merger, tables: dict[str, dict[str, object]]) -> tuple[dict
 
 
 def _described(fields: dict[str, object]) -> _Described | None:
-    shape, raw = _size(fields.get("size")), fields.get("chunks")
+    shape, raw = size_of(fields.get("size")), fields.get("chunks")
     if shape is None or not isinstance(raw, list):
         return None
     # ``TensorProperties`` pickles as a tuple that begins with the dtype; in old releases that is an attribute.
@@ -263,7 +262,7 @@ def _described(fields: dict[str, object]) -> _Described | None:
     chunks: dict[_At, tuple[int, ...]] = {}
     for entry in raw:
         chunk = _state(entry, "ChunkStorageMetadata")
-        at, sizes = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        at, sizes = size_of(chunk.get("offsets")), size_of(chunk.get("sizes"))
         if at is not None and sizes is not None and len(at) == len(sizes) == len(shape):
             chunks[at] = sizes
     return _Described(dtype, shape, chunks)
@@ -285,17 +284,6 @@ def _state(node: object, kind: str) -> dict[str, object]:
 
 def _pairs(node: object) -> list[tuple[object, object]]:
     return node.pairs() if isinstance(node, Dict) else []
-
-
-def _size(node: object) -> tuple[int, ...] | None:
-    """A ``torch.Size``, which pickles as a call with a tuple."""
-    if _is_a(node, "Size") and isinstance(node.args, tuple) and len(node.args) == 1:
-        node = node.args[0]
-    if not isinstance(node, tuple | list) or len(node) > MAX_DIMENSIONS:
-        return None
-    if not {int}.issuperset(map(type, node)) or (node and not 0 <= min(node) <= max(node) < 1 << 63):
-        return None
-    return tuple(node)
 
 
 def _paths(planned: Iterable[tuple[Any, Any]], names: Iterable[str]) -> dict[str, tuple[Key, ...]]:
@@ -357,7 +345,7 @@ class _Items:
                 self.listed.add(name)
                 raw = info.get("transform_descriptors")
                 transforms = tuple(str(each)[:80] for each in raw) if isinstance(raw, list | tuple) else ()
-                at = _size(position.get("offset")) or ()
+                at = size_of(position.get("offset")) or ()
                 place = _Place(name, at, file, offset, length, transforms)
                 first = self._places.setdefault((name, at), place)
                 if first is not place:
@@ -491,22 +479,15 @@ def _assembled(merger: Merger, name: str, path: tuple[Key, ...], described: _Des
         part = found.get(at)
         if part is None:
             continue
-        parts.append(part._replace(path=(*path, *at), start=at))
+        if len(part.shape) == len(shape):
+            parts.append(part._replace(path=(*path, *at), start=at))
         if (part.dtype, part.shape) != (dtype, sizes):
             detail = f"{part.dtype} {list(part.shape)} where .metadata says {dtype} {list(sizes)}"
             merger.noted.add("dcp-piece-mismatch", name, detail)
-    count = sum([prod(sizes) for sizes in chunks.values()])
-    numel = prod(shape)
-    spans = sorted((at[0], at[0] + sizes[0]) for at, sizes in chunks.items() if at and 0 not in sizes)
-    in_rows = all(sizes[1:] == shape[1:] for sizes in chunks.values())
-    overlapping = count > numel or (in_rows and any(start < end for (_, end), (start, _) in pairwise(spans)))
-    if len(parts) < len(chunks) or count < numel or overlapping:
-        lost = gaps(shape, (Box(part.start or (), part.shape) for part in parts if len(part.shape) == len(shape)))
-        if lost or len(parts) < len(chunks):
-            detail = f"{len(parts):,} of {len(chunks):,} pieces were found; missing: {box_words(lost, shape)}"
-            merger.noted.add("dcp-piece-missing", name, detail)
-    if overlapping:
-        merger.noted.add("dcp-pieces-overlap", name, f"{len(chunks):,} pieces have {count:,} elements, not {numel:,}")
-    if len(parts) == 1 and parts[0].shape == shape and not any(parts[0].start or ()):
-        return parts[0]._replace(path=path, name=name, start=None)
-    return Tensor(path, name, dtype, shape, contiguous(shape), "cpu", None, kind="sharded", parts=tuple(parts))
+    tensor, covered = assembled(path, shape, parts, name=name, dtype=dtype)
+    if covered.lost or len(parts) < len(chunks):
+        detail = f"{len(parts):,} of {len(chunks):,} pieces were found; missing: {lost_words(covered, shape)}"
+        merger.noted.add("dcp-piece-missing", name, detail)
+    if covered.twice:
+        merger.noted.add("dcp-pieces-overlap", name, overlap_words(covered, shape))
+    return tensor

@@ -50,20 +50,10 @@ _CLASSES = ("deepspeed.",)
 _EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)\d{1,6}(?=\.)")
 _SLICES = "tensor-parallel ranks have slices of each parameter, and no file says of which dimension"
 # What the files have about the partition of their own rank, which means nothing in the whole.
-_OF_A_RANK = frozenset(
-    {
-        *(
-            "base_optimizer_state",
-            "fp32_flat_groups",
-            "group_paddings",
-            "optimizer_state_dict",
-            "param_alignment_paddings",
-        ),
-        *("param_groups", "param_slice_mappings", "partition_count", "single_partition_of_fp32_groups", "zero_stage"),
-    }
-)
-
-
+_OF_A_RANK = frozenset({
+    *("base_optimizer_state", "fp32_flat_groups", "group_paddings", "optimizer_state_dict", "param_alignment_paddings"),
+    *("param_groups", "param_slice_mappings", "partition_count", "single_partition_of_fp32_groups", "zero_stage"),
+})  # fmt: skip
 _ONCE = frozenset({"module", "shared_params", _FROZEN})
 
 
@@ -343,7 +333,7 @@ class _Stage:
                 shape = shapes.get(name)
                 if tensor is not None and shape and len(tensor.shape) == 1 and tensor.numel == prod(shape):
                     # Stage 3 stores it as a vector.
-                    tensor = assembled(tensor.path, shape, (tensor,))
+                    tensor, _ = assembled(tensor.path, shape, (tensor._replace(start=(0,)),))
                 if key == "fp32" and tensor is not None:
                     self.module[name] = tensor
                 elif key != "fp32":

@@ -13,8 +13,9 @@ from transload.checkpoint import Checkpoint, Part, Tensor
 from transload.findings import join_names
 from transload.formats.safetensors import SHARDING_INFO, header_metadata
 from transload.formats.sets.merger import MAX_RANKS, Merger, listed
+from transload.formats.sets.pieces import assembled, lost_words, overlap_words
 from transload.frozen import replace
-from transload.geometry import Box, box_words, contiguous, gaps
+from transload.geometry import Box, hull
 from transload.io.folder import Listing
 from transload.render.words import plural
 
@@ -84,18 +85,17 @@ def _assembled(merger: Merger, name: str, parts: list[Tensor]) -> Tensor:
     first = parts[0]
     unique = {part.start: part for part in reversed(parts) if part.start is not None}
     ordered, shape = [unique[start] for start in sorted(unique)], first.shape
-    boxes = [Box(start, unique[start].shape) for start in sorted(unique)]
     if len({(part.dtype, len(part.shape)) for part in parts}) > 1 or any(
         part.shape != unique[part.start].shape for part in parts if part.start is not None
     ):
         merger.note("dcp-piece-mismatch", f"the pieces of {name} differ in their dtypes, or in shapes at one place")
         ordered = []  # any of them may be of another run
     else:
-        shape = tuple(max(box.slices[dim].stop for box in boxes) for dim in range(len(shape)))
-        if lost := gaps(shape, boxes):
-            detail = f"{plural(len(ordered), 'piece')} found; missing: {box_words(lost, shape)}"
-            merger.noted.add("dcp-piece-missing", name, detail)
-    if len(ordered) == 1 and ordered[0].shape == shape:
-        return ordered[0]._replace(path=(name,), start=None)
-    stride = contiguous(shape)
-    return Tensor((name,), name, first.dtype, shape, stride, "cpu", None, kind="sharded", parts=tuple(ordered))
+        shape = hull(Box(start, part.shape) for start, part in unique.items())
+    tensor, covered = assembled((name,), shape, ordered, dtype=first.dtype)
+    if covered.lost and ordered:
+        detail = f"{plural(len(ordered), 'piece')} found; missing: {lost_words(covered, shape)}"
+        merger.noted.add("dcp-piece-missing", name, detail)
+    if covered.twice:
+        merger.noted.add("dcp-pieces-overlap", name, overlap_words(covered, shape))
+    return tensor

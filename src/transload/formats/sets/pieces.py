@@ -15,13 +15,12 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Key, Leaf, Storage, Tensor, Value
 from transload.contents import with_parts
 from transload.formats.graph import members_of, node_at, short_key
+from transload.formats.pieces import size_of
 from transload.formats.sets.merger import Merger
 from transload.frozen import NamedTuple, replace
-from transload.geometry import contiguous
+from transload.geometry import Box, Cover, box_words, boxes_of_run, contiguous, cover
 from transload.nodes import Call, Dict, called
-from transload.render.words import plural
 
-MAX_DIMENSIONS = 64
 _SAME: Any = object()
 
 
@@ -60,7 +59,7 @@ class Composition:
         self._tensors: list[Tensor] = []
         self._values: list[Value] = []
         self._leaves: list[Leaf] = []
-        self._lacks: list[tuple[str, str]] = []
+        self.lacks: list[tuple[str, str]] = []
 
     def read(self, name: str, kind: str) -> RankFile | None:
         """Read a file of the folder; ``None``, with a problem, if that fails."""
@@ -118,26 +117,21 @@ class Composition:
             self._leaves.append(replace(leaf, path=path, name="/".join(map(str, path))))
 
     def assembled(self, path: tuple[Key, ...], shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
-        """A tensor that consists of runs; notes which rows are missing. ``UnmergedError`` if their dtypes differ."""
+        """A tensor that consists of parts; notes what is missing. ``UnmergedError`` if they do not fit together."""
+        name = "/".join(map(str, path))
         dtypes = {part.dtype for part in parts}
         if len(dtypes) > 1:
-            raise UnmergedError(f"ranks have {' and '.join(sorted(dtypes))} for {'/'.join(map(str, path))}")
-        tensor = assembled(path, shape, parts)
-        row, at, lost = max(1, prod(shape[1:])), 0, []
-        ends = [(part.start[0], part.start[0] + part.numel) for part in parts if part.start]
-        for begin, end in [*ends, (prod(shape), prod(shape))]:
-            if begin > at:
-                first, last = at // row, (begin - 1) // row
-                lost.append(f"{first:,}" if first == last else f"{first:,} to {last:,}")
-            at = max(at, end)
-        if lost:
-            rows = plural(shape[0] if shape else 1, "row")
-            self.lack(tensor.name, f"it has {rows}, and these are missing or not complete: {', '.join(lost)}")
+            raise UnmergedError(f"ranks have {' and '.join(sorted(dtypes))} for {name}")
+        tensor, covered = assembled(path, shape, parts)
+        if covered.twice:
+            raise self.mixed(f"the pieces of {name} overlap: {overlap_words(covered, shape)}")
+        if covered.lost:
+            self.lack(name, f"no file has {lost_words(covered, shape)}")
         return tensor
 
     def lack(self, name: str, detail: str) -> None:
         """Note that a tensor is not complete, unless the files stay apart."""
-        self._lacks.append((name, detail))
+        self.lacks.append((name, detail))
 
     def mixed(self, detail: str) -> UnmergedError:
         """Note that the files do not belong together, and return the error to raise."""
@@ -153,7 +147,7 @@ class Composition:
     def finish(self) -> None:
         """Make it the content of the checkpoint."""
         merger = self.merger
-        for name, detail in self._lacks:
+        for name, detail in self.lacks:
             merger.noted.add("dcp-piece-missing", name, detail)
         names: dict[str | None, dict[str, None]] = {}
         for tensor in self._tensors:
@@ -208,13 +202,10 @@ def plain(node: object, classes: tuple[str, ...], depth: int = 4) -> object:
 
 
 def shape_of(node: object) -> tuple[int, ...]:
-    """A ``torch.Size``, which pickles as a call with a tuple; ``UnmergedError`` if it is none."""
-    if type(node) is Call and called(node) == "torch.Size" and type(node.args) is tuple and len(node.args) == 1:
-        node = node.args[0]
-    sizes = [number_of(size) for size in list_of(node)[: MAX_DIMENSIONS + 1]]
-    if type(node) not in (list, tuple) or None in sizes or len(sizes) > MAX_DIMENSIONS:
+    """The shape of a parameter; ``UnmergedError`` if it is none."""
+    if (shape := size_of(node)) is None:
         raise UnmergedError("the shape of a parameter is not one")
-    return tuple(size for size in sizes if size is not None)
+    return shape
 
 
 # -- tensors
@@ -248,15 +239,39 @@ class Vector:
         return parts
 
 
-def assembled(path: tuple[Key, ...], shape: tuple[int, ...], parts: Sequence[Tensor]) -> Tensor:
-    """A tensor that consists of runs; a plain one if it is a single run of a file."""
-    name = "/".join(map(str, path))
-    if len(parts) == 1 and parts[0].numel == prod(shape):
-        (step,) = parts[0].stride
-        stride = tuple(step * each for each in contiguous(shape))
-        return parts[0]._replace(path=path, name=name, shape=shape, stride=stride, start=None)
-    dtype, device = (parts[0].dtype, parts[0].device) if parts else ("float32", "cpu")
-    return Tensor(path, name, dtype, shape, contiguous(shape), device, None, kind="sharded", parts=tuple(parts))
+def assembled(
+    path: tuple[Key, ...], shape: tuple[int, ...], parts: Sequence[Tensor], *, name: str = "", dtype: str = ""
+) -> tuple[Tensor, Cover]:
+    """A tensor that consists of parts, and how they cover it; a plain one if a single part is all of it.
+
+    A part begins at a position in each dimension; or all are runs, each at a position in the flattened tensor. ``name``
+    is the path, joined, unless given, and ``dtype`` that of the parts.
+    """
+    name = name or "/".join(map(str, path))
+    boxes = [Box(part.start or (), part.shape) for part in parts]
+    flat = len(shape) != 1 and any(len(box.start) == 1 for box in boxes)
+    found = cover((prod(shape),) if flat else shape, boxes)
+    if flat:
+        lost = (boxes_of_run(shape, gap.start[0], gap.start[0] + gap.shape[0]) for gap in found.lost)
+        twice = (boxes_of_run(shape, run.start[0], run.start[0] + run.shape[0]) for run in found.twice)
+        found = Cover([box for run in lost for box in run], [box for run in twice for box in run], found.many)
+    if len(parts) == 1 and parts[0].numel == prod(shape) and not any(found):
+        stride = tuple(parts[0].stride[0] * step for step in contiguous(shape)) if flat else parts[0].stride
+        return parts[0]._replace(path=path, name=name, shape=shape, stride=stride, start=None), found
+    like = parts[0] if parts else None
+    dtype, device = dtype or (like.dtype if like else "float32"), like.device if like else "cpu"
+    whole = Tensor(path, name, dtype, shape, contiguous(shape), device, None, kind="sharded", parts=tuple(parts))
+    return whole, found
+
+
+def lost_words(covered: Cover, shape: tuple[int, ...]) -> str:
+    """What no part of a tensor covers."""
+    return f"very many parts of {list(shape)}" if covered.many else box_words(covered.lost, shape)
+
+
+def overlap_words(covered: Cover, shape: tuple[int, ...]) -> str:
+    """Which parts of a tensor others have, too."""
+    return f"{box_words(covered.twice, shape)} overlaps other pieces, or is not inside the tensor"
 
 
 def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
@@ -267,7 +282,7 @@ def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
     size, vector = prod(tensor.shape[1:]), Vector()
     for part in tensor.parts:
         vector.add(part.start[0] if part.start else 0, part)
-    return assembled(tensor.path, shape, vector.cut(begin * size, (end - begin) * size))
+    return assembled(tensor.path, shape, vector.cut(begin * size, (end - begin) * size))[0]
 
 
 def concatenated(path: tuple[Key, ...], slices: Sequence[Tensor], dim: int, stacks: int = 1) -> Tensor:

@@ -15,7 +15,6 @@ from transload.formats.graph import call_items, node_at, short_key
 from transload.formats.sets.merger import MAX_RANKS, Merger
 from transload.formats.sets.pieces import Composition, RankFile, UnmergedError
 from transload.frozen import NamedTuple
-from transload.geometry import Box, box_words, contiguous, gaps
 from transload.io.folder import Listing
 from transload.nodes import Call, Dict, called
 from transload.render.words import plural
@@ -191,16 +190,11 @@ class _Family:
         parts = [replicas[0][1] for replicas in copies.values()]
         if len(parts) > _MOST_PIECES:
             raise UnmergedError(f"{name} is in {len(parts):,} pieces")
-        boxes = [Box(part.start or (), part.shape) for part in parts]
-        lost = gaps(first.shape, boxes)
-        if sum(box.numel for box in (*boxes, *lost)) != first.numel:
-            raise self._whole.mixed(f"the pieces of {name} overlap")
-        if lost:
+        before = len(self._whole.lacks)
+        tensor = self._whole.assembled(path, first.shape, parts)
+        if len(self._whole.lacks) > before:
             self._lacking.append(name)
-            self._whole.lack(name, f"no file has {box_words(lost, first.shape)}")
-        stride = contiguous(first.shape)
-        merged = first._replace(stride=stride, storage=None, offset=0, file_offset=None, kind="sharded")
-        return merged._replace(parts=tuple(parts))
+        return tensor
 
     def _compare_copies(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> None:
         """Compare what several ranks have, as far as the checksums of the files tell."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError
 from transload.frozen import NamedTuple
-from transload.geometry import Box, Split, boxes_of_run, shard_box
+from transload.geometry import Box, Split, boxes_of_run, hull, shards
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def parts_of(tensor: Any, key: str) -> tuple[Part, ...]:
-    """What this rank has of a DTensor: one box, or nothing. ``LoadError`` if that cannot be told."""
+    """What this rank has of a DTensor, if anything: one box, or several. ``LoadError`` if it is not clear."""
     mesh, local = tensor.device_mesh, tuple(local_tensor(tensor).shape)
     coordinate, splits = mesh.get_coordinate(), []
     if coordinate is None:  # another rank's
@@ -75,15 +75,16 @@ def parts_of(tensor: Any, key: str) -> tuple[Part, ...]:
             factor = getattr(placement, "split_factor", 1)
             splits.append(Split(split % tensor.ndim, mesh.size(dim), coordinate[dim], factor))
     try:
-        box = shard_box(tuple(tensor.shape), splits)
+        boxes = shards(tuple(tensor.shape), splits)
+        share = hull(inner for _, inner in boxes)
     except LookupError:
-        box = Box((), (-1,))
-    if 0 in local and 0 in box.shape:
+        share = (-1,)
+    if 0 in local and 0 in share:
         return ()
-    if box.shape != local:
-        shards = f"{list(local)} of {list(tensor.shape)}, which {tensor.placements} does not explain"
-        raise LoadError(f"the shard of {key} is {shards}")
-    return (Part(box, Box((0,) * len(local), local)),)
+    if share != local:
+        words = f"{list(local)} of {list(tensor.shape)}, which {tensor.placements} does not explain"
+        raise LoadError(f"the shard of {key} is {words}")
+    return tuple(Part(*pair) for pair in boxes)
 
 
 def meta_devices(model: torch.nn.Module) -> dict[int, str]:
