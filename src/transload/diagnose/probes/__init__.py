@@ -8,13 +8,26 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from math import inf
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from transload._version import __version__
 from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.host import Host
 from transload.frozen import replace
-from transload.machine import ChildAnswer, Cuda, CudaGpu, Driver, Experiment, Machine, Nvml, NvmlGpu, Python, TorchRun
+from transload.machine import (
+    ChildAnswer,
+    Cuda,
+    CudaGpu,
+    Driver,
+    Experiment,
+    Library,
+    Machine,
+    Nvml,
+    NvmlGpu,
+    Python,
+    TorchRun,
+    Unknown,
+)
 
 _DRIVER = 8.0
 """Seconds for the driver. It needs most of them with many cards and no persistence daemon, or when WSL is cold."""
@@ -87,12 +100,16 @@ def probe(
 
         progress("reading files")
         from transload.diagnose.elf import Loader
-        from transload.diagnose.probes import libraries, system
+        from transload.diagnose.probes import libraries, on_windows, system
 
         # The user may have named a folder or a script, but the loader needs the interpreter.
         loader = attempt("loader", None, Loader, replace(here, python=examined.executable))
+        drivers = bare.driver.libraries
         cards = attempt("hardware", bare.hardware, system.hardware, here)
-        drivers = attempt("driver libraries", bare.driver.libraries, libraries.driver_libraries, loader)
+        if here.windows:
+            drivers = attempt("driver libraries", drivers, on_windows.driver_libraries, here, examined)
+        else:
+            drivers = attempt("driver libraries", drivers, libraries.driver_libraries, loader)
         kernel = attempt("kernel", bare.kernel, system.kernel, here)
         suffixes = tuple(f"({pid})" for pid in ours)  # our own children may hang in the driver
         linked = bare.torch_libraries
@@ -122,6 +139,8 @@ def probe(
         asked = waiting("waiting for the driver")
         cuda = attempt("cuda", bare.driver.cuda, lambda: cuda_answer(cuda_child.outcome(inf, asked)))
         nvml = attempt("nvml", bare.driver.nvml, lambda: nvml_answer(here, nvml_child.outcome(inf, asked), ours))
+        if here.windows:  # Windows says the same of a library that is absent and of one that lacks another library
+            cuda, nvml = _unloaded(cuda, drivers.cuda), _unloaded(nvml, drivers.nvml)
         if run and "hung" in (cuda.answer.state, nvml.answer.state) and not cuda.works:
             run.end_by(begun + _DRIVER)
         left = max(1.0, begun + _EXPERIMENTS - time.monotonic())
@@ -131,7 +150,25 @@ def probe(
             progress("running torch")
             ended = run.outcome(idle or (inf if timeout else IDLE), waiting("running torch"))
             ran = attempt("torch run", bare.torch_run, interpreters.torch_run, ended)
-    return replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)
+    machine = replace(machine, driver=Driver(drivers, nvml, cuda, tried), torch_run=ran, problems=problems)
+    return _native(machine) if here.windows else machine
+
+
+_PATH = re.compile(r"(?:(?<![\w/\\])[A-Za-z]:|^/(?=/\w))/[^\n]*")
+_AS_IS = ("values", "steps", "warnings", "taken")  # what comes from outside
+
+
+def _native(value: Any, name: str = "") -> Any:
+    """The facts with the paths of Windows as it writes them: probes use forward slashes."""
+    if name in _AS_IS or isinstance(value, int | float | None):
+        return value
+    if isinstance(value, str):
+        return _PATH.sub(lambda path: path[0].replace("/", "\\"), value)
+    if isinstance(value, tuple):
+        return tuple([_native(member) for member in value])
+    if isinstance(value, dict):
+        return {key: _native(member) for key, member in value.items()}
+    return replace(value, **{key: _native(member, key) for key, member in vars(value).items()})
 
 
 # -- the CUDA driver and NVML, each asked in a child process -----------------------------------------------------------
@@ -143,7 +180,12 @@ _NOT_AVAILABLE = (1 << 64) - 1  # NVML_VALUE_NOT_AVAILABLE, for the memory of a 
 
 def driver_question(host: Host, which: Literal["cuda", "nvml"]) -> Question:
     """Ask the driver in the host's environment and current directory: both decide which library is loaded."""
-    library = host.real(_NAMES[which][host.uname[0] == "Windows"])
+    library = _NAMES[which][host.windows]
+    if host.windows and which == "nvml":
+        from transload.diagnose.probes import on_windows
+
+        library = on_windows.nvml_library(host)
+    library = host.real(library)
     flags = ("-I", "-S", "-B")  # without site: half the start-up time, and nothing of the environment can break it
     return Question(source("ask_driver"), sys.executable or host.python, host, flags, (which, library))
 
@@ -166,6 +208,17 @@ def nvml_answer(host: Host, outcome: Outcome, ours: Collection[int] = ()) -> Nvm
                 others.append(name if used == _NOT_AVAILABLE else f"{name}, {used / 1e9:.1f} GB")
         gpus.append(NvmlGpu(**{**gpu, "processes": tuple(others), "peers": peers.get(gpu["index"], -1)}))
     return Nvml(_answer(outcome, "nvml"), **outcome.fields_of(Nvml), gpus=tuple(gpus))
+
+
+Answered = TypeVar("Answered", Cuda, Nvml)
+
+
+def _unloaded(answered: Answered, libraries: tuple[Library, ...] | Unknown) -> Answered:
+    """The answer of a library that Windows says it does not find, although it is there."""
+    found = any(library.via != "disk" for library in libraries or ())
+    if answered.answer.state != "no-library" or not found:
+        return answered
+    return replace(answered, answer=replace(answered.answer, state="not-loadable"))
 
 
 def _answer(outcome: Outcome, which: str) -> ChildAnswer:

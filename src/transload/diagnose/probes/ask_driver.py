@@ -12,6 +12,7 @@ import sys
 
 from transload.diagnose.probes.ask import Report, mapped
 
+PATH = 1 << 15  # The most characters of a path on Windows.
 DEVICES = 256  # The most devices to ask about, whatever count the driver returns.
 
 
@@ -64,6 +65,10 @@ class DriverLibrary:
 
     def file(self, function: str) -> str:
         """The mapped file that contains a function; found by its name if the library lacks the function."""
+        if hasattr(ctypes, "windll"):
+            handle, buffer = ctypes.c_void_p(self.library._handle), ctypes.create_unicode_buffer(PATH)  # noqa: SLF001
+            ctypes.windll.kernel32.GetModuleFileNameW(handle, buffer, PATH)
+            return buffer.value
         address = self.has(function) and ctypes.cast(getattr(self.library, function), ctypes.c_void_p).value
         stem = os.path.basename(self.name).split(".so")[0] + ".so"
         for start, end, path in mapped():
@@ -141,6 +146,7 @@ MIG = ECC = ("disabled", "enabled")
 NVLINKS = 18  # The most links that a card has.
 P2P_READ = 0  # Of ``nvmlGpuP2PCapsIndex_t``: reading the other card's memory. The status is 0 if that works.
 FABRIC = ("not-supported", "not-started", "in-progress", "completed")
+DRIVER_MODELS = ("WDDM", "TCC", "MCDM")
 VIRTUALIZATION = ("none", "passthrough", "vgpu", "host-vgpu", "host-vsga")
 
 
@@ -224,6 +230,10 @@ def nvml_gpu(driver: DriverLibrary, index: int) -> dict[str, object]:
             mig_devices.append(driver.text("nvmlDeviceGetUUID", device))
     links = [up for at in range(NVLINKS) for up in driver.numbers("nvmlDeviceGetNvLinkState", card, at)]
 
+    # Of Windows; only the newer function knows MCDM.
+    models = ("nvmlDeviceGetDriverModel_v2", "nvmlDeviceGetDriverModel")
+    model = next(filter(None, (driver.numbers(function, card, count=2)[:1] for function in models)), [])
+
     # A vGPU, which is a share of a card, is licensed if any of its features is.
     virtualization = word(VIRTUALIZATION, driver.numbers("nvmlDeviceGetVirtualizationMode", card))
     raw, licence = ctypes.create_string_buffer(LICENCES.size + 3 * LICENCE.size), ""
@@ -253,6 +263,7 @@ def nvml_gpu(driver: DriverLibrary, index: int) -> dict[str, object]:
         "processes": processes,
         "ecc": word(ECC, driver.numbers("nvmlDeviceGetEccMode", card, count=2)[:1]),
         "nvlinks": sum(links) if links else -1,
+        "driver_model": word(DRIVER_MODELS, model),
     }
 
 

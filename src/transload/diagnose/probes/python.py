@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from transload.diagnose.children import Child, Outcome, Question, source
 from transload.diagnose.elf import Elf, read_elf
 from transload.diagnose.host import Host, pairs
+from transload.diagnose.probes import on_windows
 from transload.diagnose.tables import table
 from transload.frozen import NamedTuple, replace
 from transload.machine import Python, Step, Torch, TorchInstall, TorchRun, Unknown
@@ -33,11 +35,12 @@ def choose(host: Host) -> tuple[Host, str]:
     if any(host.exists(f"{entry}/torch/{name}") for entry in own_facts()["path"] for name in _TORCH):
         return host, ""
     interpreters = [(interpreter(host, path), how) for path, how in likely(host)]
-    others = [(*interpreter, how) for interpreter, how in interpreters if interpreter and interpreter[1] != sys.prefix]
+    own = host.slashed(sys.prefix)
+    others = [(*interpreter, how) for interpreter, how in interpreters if interpreter and interpreter[1] != own]
     for executable, _, torch, how in others:
         if torch:
             return replace(host, python=executable), f"transload's own environment has no torch; {how} has one"
-    if others and environment(host, sys.prefix, sys.base_prefix)[0] in ("pipx", "uv-tool"):
+    if others and environment(host, own, host.slashed(sys.base_prefix))[0] in ("pipx", "uv-tool"):
         executable, _, _, how = others[0]
         why = f"transload has an environment of its own, and no torch was found; this one was found through {how}"
         return replace(host, python=executable), why
@@ -54,11 +57,13 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
         {name: value for name, value in environ.items() if name == "HOME" or name.startswith("PYTHON")}
         for environ in (host.environ, os.environ)
     )
-    ours = executable == (sys.executable or "") and theirs == mine and not unusual
+    ours = executable == host.slashed(sys.executable or "") and theirs == mine and not unusual
     report = own_facts() if ours else absent or ask_interpreter(host, executable, deadline)
     if isinstance(report, str):
         return Python(executable or host.python, why=why, problem=report)
-    path = tuple(os.path.join(host.cwd, entry) for entry in report["path"])
+    texts = {name: host.slashed(value) for name, value in report.items() if isinstance(value, str)}
+    report |= {**texts, "path": [host.absolute(host.slashed(entry)) for entry in report["path"]]}
+    path = tuple(report["path"])
     stdlib, prefix, base_prefix = report.pop("stdlib"), report["prefix"], report["base_prefix"]
     kind, tool = environment(host, prefix, base_prefix)
     relevant = tuple(table("packages")["relevant"].split())
@@ -69,7 +74,7 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
         **{**report, "executable": report["executable"] or executable, "path": path},
         environment=kind,
         tool=tool,
-        project=host.exists(f"{os.path.dirname(prefix)}/{tool}.lock"),
+        project=host.exists(f"{posixpath.dirname(prefix)}/{tool}.lock"),
         pip=any(host.exists(f"{entry}/pip/__main__.py") for entry in path),
         externally_managed=prefix == base_prefix and host.exists(f"{stdlib}/EXTERNALLY-MANAGED"),
         why=why,
@@ -80,19 +85,20 @@ def python(host: Host, why: str = "", deadline: float = _DEADLINE) -> Python:
 
 def located(host: Host) -> tuple[str, str]:
     """The path that the user means, empty for a folder without an interpreter; and why it cannot be examined."""
-    name = host.python
+    name = host.slashed(host.python)
     if name.startswith("~/"):
-        name = host.environ.get("HOME", "~") + name[1:]
-    if name and not os.path.isabs(name):
-        here = os.path.normpath(f"{host.cwd}/{name}")
-        name = here if os.sep in name or host.exists(here) else host.program(name, host.search_path()) or name
-    if not os.path.isabs(name):
+        name = (host.home or "~") + name[1:]
+    if name and not host.is_absolute(name):
+        here = posixpath.normpath(f"{host.cwd}/{name}")
+        name = here if "/" in name or host.exists(here) else host.program(name, host.search_path()) or name
+    if not host.is_absolute(name):
         return name, f"{name} is neither in the current folder nor on PATH" if name else "no Python was named"
     if host.is_dir(name):
-        usual_place = f"{name.rstrip('/')}/bin/python"
+        usual = "Scripts/python.exe" if host.windows else "bin/python"
+        usual_place = f"{name.rstrip('/')}/{usual}"
         name = _in_folder(host, name) or (usual_place if host.readlink(usual_place) else "")
         if not name:
-            return "", f"{host.python} contains no Python: it has no bin/python"
+            return "", f"{host.python} contains no Python: it has no {usual}"
     target = host.target(name)
     if host.exists(name):
         return name, ""
@@ -117,6 +123,8 @@ def facts(path):
         "version": text(sys.version.split()[0]),
         "implementation": text(getattr(getattr(sys, "implementation", 0), "name", "pypy" if pypy else "cpython")),
         "bits": 64 if sys.maxsize > 2 ** 32 else 32,
+        "machine": "" if os.name != "nt" else "ARM64" if "(ARM64)" in sys.version else "AMD64" if "AMD64" in sys.version
+            else "x86",
         "free_threaded": "free-threading" in sys.version or "t" in getattr(sys, "abiflags", ""),
         "prefix": text(sys.prefix),
         "base_prefix": text(getattr(sys, "base_prefix", 0) or getattr(sys, "real_prefix", 0) or sys.prefix),
@@ -150,10 +158,10 @@ def own_facts() -> dict[str, Any]:
     main = sys.modules.get("__main__")
     file = target(getattr(main, "__file__", None) or os.sep)
     real = target(first)
-    starts = {os.path.dirname(file)}
+    starts = {posixpath.dirname(file)}
     if getattr(main, "__spec__", None) is not None:  # -m puts the current folder first
         starts.add(target("."))
-    ours = first == "" or (os.path.isfile(real) and (file + os.sep).startswith(real + os.sep))
+    ours = first == "" or (os.path.isfile(real) and f"{file}/".startswith(f"{real}/"))
     ours = ours or (not getattr(sys.flags, "safe_path", False) and real in starts)
     namespace: dict[str, Any] = {}
     exec(_FACTS, namespace)  # noqa: S102  our own text, a few lines up
@@ -205,24 +213,29 @@ def _more(host: Host, prefix: str) -> Iterator[str]:
     """Paths of interpreters that are cheap to find: on PATH, and those of Jupyter kernels, conda and pyenv."""
     for folder in host.distinct(host.search_path()):
         yield from (f"{folder}/{name}" for name in host.listdir(folder) or () if _EXECUTABLE.fullmatch(name))
-    home = host.environ.get("HOME", "")
+    home = host.home
     data = host.environ.get("XDG_DATA_HOME") or f"{home}/.local/share"
-    roots = (f"{data}/jupyter", f"{home}/Library/Jupyter", f"{prefix}/share/jupyter")
-    for root in (*roots, "/usr/local/share/jupyter", "/usr/share/jupyter"):
+    roots = [f"{data}/jupyter", f"{home}/Library/Jupyter", "/usr/local/share/jupyter", "/usr/share/jupyter"]
+    if host.windows:
+        yield from islice(on_windows.pythons(host), _MANY)
+        roots = [f"{host.slashed(host.environ.get(name, ''))}/jupyter" for name in ("APPDATA", "PROGRAMDATA")]
+    for root in (*roots, f"{prefix}/share/jupyter"):
         for folder in islice(host.paths(f"{root}/kernels"), _MANY):
             command = _json(host, f"{folder}/kernel.json").get("argv")
-            if isinstance(command, list) and command and str(command[0]).startswith("/"):
-                yield str(command[0])
+            program = host.slashed(str(command[0])) if isinstance(command, list) and command else ""
+            if host.is_absolute(program):
+                yield program
     remembered = islice((host.text(f"{home}/.conda/environments.txt") or "").splitlines(), _MANY)
-    yield from (_in_folder(host, line.strip()) for line in remembered if line.startswith("/"))
-    pyenv = host.environ.get("PYENV_ROOT") or f"{home}/.pyenv"
-    yield from (f"{path}/bin/python" for path in host.paths(f"{pyenv}/versions"))
+    folders = (host.slashed(line.strip()) for line in remembered)
+    yield from (_in_folder(host, folder) for folder in folders if host.is_absolute(folder))
+    pyenv = host.slashed(host.environ.get("PYENV_ROOT", "")) or f"{home}/.pyenv{'/pyenv-win' if host.windows else ''}"
+    yield from (_in_folder(host, path) for path in host.paths(f"{pyenv}/versions"))
 
 
 def likely(host: Host) -> Iterator[tuple[str, str]]:
     """Paths the user most likely means, and why: the active environment, one in this folder, ``python3`` on PATH."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
-        if folder := host.environ.get(name):
+        if folder := host.slashed(host.environ.get(name, "")):
             yield _in_folder(host, folder), name
     for name in (".venv", "venv") if host.cwd else ():
         yield _in_folder(host, f"{host.cwd}/{name}"), f"./{name}"
@@ -248,7 +261,8 @@ def interpreter(host: Host, executable: str) -> tuple[str, str, str] | None:
     folder = executable.rpartition("/")[0]
     places = (folder.rpartition("/")[0], folder)
     environments = (at for at in places if host.exists(f"{at}/pyvenv.cfg") or host.exists(f"{at}/conda-meta"))
-    prefix = next(environments, host.target(executable).rpartition("/")[0].rpartition("/")[0])
+    at = host.target(executable).rpartition("/")[0]
+    prefix = next(environments, at if host.windows else at.rpartition("/")[0])
     torches = (f"{folder}/torch" for folder in _folders(host, executable, prefix))
     torch = next((place for place in torches if any(host.exists(f"{place}/{name}") for name in _TORCH)), "")
     return executable, prefix, torch
@@ -261,10 +275,14 @@ def _folders(host: Host, executable: str, prefix: str) -> Iterator[str]:
     version = named[1] if named else ""
     shares = settings.get("include-system-site-packages", "").lower() == "true"
     if not host.environ.get("PYTHONNOUSERSITE") and (shares or not settings):
-        base = host.environ.get("PYTHONUSERBASE") or f"{host.environ.get('HOME', '')}/.local"
+        base = host.environ.get("PYTHONUSERBASE") or f"{host.home}/.local"
         yield f"{base}/lib/python{version}/site-packages"
-    home = settings.get("home", "") if shares else ""
-    for base_prefix in (prefix, *([home.rstrip("/").rpartition("/")[0]] if home.startswith("/") else ())):
+        if host.windows:
+            release = prefix.rpartition("/")[2]  # Python313
+            yield f"{host.slashed(host.environ.get('APPDATA', ''))}/Python/{release}/site-packages"
+    home = host.slashed(settings.get("home", "") if shares else "").rstrip("/")
+    shared = home if host.windows else home.rpartition("/")[0]
+    for base_prefix in (prefix, *([shared] if host.is_absolute(home) else ())):
         for folder in (*host.paths(f"{base_prefix}/lib"), *host.paths(f"{base_prefix}/lib64")):
             numbered = _VERSION.match(folder.rpartition("/")[2])
             if numbered and version in ("", numbered[1]):
@@ -308,7 +326,11 @@ def environment(host: Host, prefix: str, base_prefix: str) -> tuple[str, str]:
         return kind, (*tools, "pip")[0]
     if prefix.startswith("/nix/store/"):
         return "nix", "pip"
-    root = host.environ.get("PYENV_ROOT") or "/.pyenv"
+    if "/WindowsApps/" in prefix:
+        return "store", "pip"
+    root = host.slashed(host.environ.get("PYENV_ROOT", "")) or "/.pyenv"
+    if host.windows and "/pyenv-win/versions/" in prefix:
+        return "pyenv", "pip"
     if f"{root.rstrip('/')}/versions/" in f"{prefix}/":
         return "pyenv", "pip"
     return "system", "uv" if "/uv/python/" in prefix else "pip"
@@ -473,9 +495,9 @@ def torch(host: Host, python: Python) -> Torch:
 
 def _entries(host: Host, python: Python) -> Iterator[_PathEntry]:
     """The entries of the path, each once, after the current folder, which ``python -c`` and ``python -m`` put first."""
-    listed = host.environ.get("PYTHONPATH", "").split(":") if host.environ.get("PYTHONPATH") else []
-    given = {os.path.normpath(entry if entry[:1] == "/" else f"{host.cwd}/{entry}") for entry in listed}
-    ways = [(entry, "PYTHONPATH" if os.path.normpath(entry) in given else "sys.path") for entry in python.path]
+    listed = host.split(host.environ["PYTHONPATH"]) if host.environ.get("PYTHONPATH") else []
+    given = {posixpath.normpath(host.absolute(entry)) for entry in listed}
+    ways = [(entry, "PYTHONPATH" if posixpath.normpath(entry) in given else "sys.path") for entry in python.path]
     digits = re.findall(r"\d+", python.version)[:2]
     safe = bool(host.environ.get("PYTHONSAFEPATH")) and tuple(map(int, digits)) >= (3, 11)
     if host.cwd and not safe:

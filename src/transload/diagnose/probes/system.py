@@ -11,6 +11,7 @@ from typing import Any
 from transload import machine as facts
 from transload.diagnose.children import in_fork
 from transload.diagnose.host import Host, int_or, memory, pairs
+from transload.diagnose.probes import on_windows
 from transload.diagnose.tables import cuda_text, is_listed, table, word_lists
 from transload.frozen import NamedTuple
 from transload.machine import AMD, NVIDIA, Unknown
@@ -22,7 +23,9 @@ PROGRAMS = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", 
 
 
 def platform(host: Host) -> facts.Platform:
-    """The operating system and the user. On systems other than Linux only ``uname`` and the user are known."""
+    """The operating system and the user. On macOS only ``uname`` and the user are known."""
+    if host.windows:
+        return on_windows.platform(host)
     system, kernel, machine = host.uname
     shell = host.environ.get("SHELL", "").rstrip("/").rpartition("/")[2]
     if system != "Linux":
@@ -114,9 +117,14 @@ def mount_of(mounted: tuple[Mount, ...], path: str) -> Mount:
 def toolkit(host: Host) -> facts.Toolkit:
     """The compiler that a build would find first, its version from files next to it, and the folders of toolkits."""
     home = host.environ.get("CUDA_HOME") or host.environ.get("CUDA_PATH") or ""
-    homes = [folder.rstrip("/") for folder in (home, "/usr/local/cuda") if folder.startswith("/")]
+    home = host.slashed(home)
+    homes = [folder.rstrip("/") for folder in (home, "/usr/local/cuda") if host.is_absolute(folder)]
     nvcc = host.program("nvcc", (*host.search_path(), *(f"{folder}/bin" for folder in homes)))
-    installed = tuple(path for path in host.paths("/usr/local", "cuda") if host.is_dir(path))
+    root, start = "/usr/local", "cuda"
+    if host.windows:
+        root = f"{host.slashed(host.environ.get('PROGRAMFILES', 'C:/Program Files'))}/NVIDIA GPU Computing Toolkit/CUDA"
+        start = "v"
+    installed = tuple(path for path in host.paths(root, start) if host.is_dir(path))
     return facts.Toolkit(nvcc, next(_toolkit_versions(host, nvcc), "") if nvcc else "", home, installed)
 
 
@@ -125,7 +133,7 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     path = host.target(nvcc)
     begin = host.data(path, 1024) or b""  # it may be a script that starts the real one
     started = re.search(rb"(/[\w./-]+/bin/nvcc)\b", begin) if begin.startswith(b"#!") else None
-    home = (host.target(started[1].decode()) if started else path).removesuffix("/bin/nvcc")
+    home = (host.target(started[1].decode()) if started else path).removesuffix(".exe").removesuffix("/bin/nvcc")
     yield from host.findall(r'"cuda"\s*:\s*\{[^{}]*"version"\s*:\s*"(\d+\.\d+(?:\.\d+)?)', f"{home}/version.json")
     yield from host.findall(r"CUDA Version (\d+\.\d+(?:\.\d+)?)", f"{home}/version.txt")
     debian = ("/usr/include",) if nvcc.startswith("/usr/bin/") else ()
@@ -133,7 +141,7 @@ def _toolkit_versions(host: Host, nvcc: str) -> Iterator[str]:
     for folder in (f"{home}/include", *(f"{home}/targets/{target}-linux/include" for target in targets), *debian):
         for number in host.findall(r"^#define\s+CUDA_VERSION\s+(\d{4,6})\b", f"{folder}/cuda.h", 1 << 16):
             yield cuda_text(int(number))
-    yield from re.findall(r"/cuda-(\d+\.\d+)(?:/|$)", home)
+    yield from re.findall(r"/(?:cuda-|CUDA/v)(\d+\.\d+)(?:/|$)", home)
 
 
 # -- the container, scheduler and service around the process -----------------------------------------------------------
@@ -143,7 +151,9 @@ _CONTAINER_TOOLKIT = ("nvidia-ctk", "nvidia-container-runtime", "nvidia-containe
 
 
 def surroundings(host: Host) -> facts.Surroundings:
-    """The container, scheduler and service of this process, and the evidence for them."""
+    """The container, scheduler and service of this process, and the evidence for them. Windows has none of these."""
+    if host.windows:
+        return facts.Surroundings()
     mounted = mounts(host)
     signs: dict[str, Any] = {}
     evidence = []
@@ -251,6 +261,8 @@ def variables(host: Host) -> facts.Variables:
     shown = (deciding.keys() | others) & host.environ.keys()
     values = {name: host.environ[name][:_LONGEST] for name in sorted(shown)}
     names = deciding.keys() & values.keys()
+    if host.windows:
+        return facts.Variables(values, on_windows.origins(host, names))
     # NAME= of shells, systemd and Dockerfiles, setenv NAME, set -gx NAME, NAME DEFAULT= of PAM
     name = f"(?:{'|'.join(sorted(names))})"
     words = r"(?:setenv|ENV|set(?:\s+-\S+)+)"
@@ -299,6 +311,8 @@ _MEMORY, _UNSET = 0x00000200, 0x20000000  # IORESOURCE_MEM, IORESOURCE_UNSET of 
 
 def hardware(host: Host) -> facts.Hardware:
     """The cards on the PCI bus, and GPUs that are not on it: Windows' under WSL, and those of a Jetson."""
+    if host.windows:
+        return on_windows.hardware(host)
     compatible = host.text("/proc/device-tree/compatible", 4096) or ""
     release = host.line("/etc/nv_tegra_release").lstrip("# ").partition(", GCID")[0]
     tegra = ""
@@ -360,7 +374,9 @@ open that takes longer was allowed, and initializes a card."""
 
 
 def kernel(host: Host) -> facts.Kernel:
-    """What the kernel reports about NVIDIA's driver. Nothing is known on systems other than Linux."""
+    """What the kernel reports about NVIDIA's driver. Nothing is known on macOS."""
+    if host.windows:
+        return on_windows.kernel(host)
     if host.uname[0] != "Linux":
         return facts.Kernel(loaded=Unknown(f"not examined on {host.uname[0]}"))
     banner, listed = host.text(f"{_PROC}/version", 4096) or "", host.text("/proc/modules")
@@ -615,7 +631,7 @@ def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator,
 
     ids = {card.address: f"{card.vendor:04x}:{card.device:04x}" for card in cards}
     unlisted = [card for card in cards if card.vendor == AMD and card.address not in driven]
-    listed += [facts.Accelerator("rocm", "AMD GPU", ids[card.address]) for card in unlisted]
+    listed += [facts.Accelerator("rocm", card.name or "AMD GPU", ids[card.address]) for card in unlisted]
 
     # Intel's are usable only with both parts of the driver: the kernel's, and the Level Zero library.
     intel = [card for card in cards if card.vendor == _INTEL]
@@ -625,11 +641,11 @@ def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator,
         usable = library and card.driver in ("xe", "i915")
         integrated = is_listed(card.device, "intel_processors")
         if integrated or is_listed(card.device, "intel_cards"):
-            name = "Intel Core Ultra graphics" if integrated else "Intel GPU"
+            name = card.name or ("Intel Core Ultra graphics" if integrated else "Intel GPU")
             listed.append(facts.Accelerator("xpu", name, ids[card.address], usable=usable, integrated=integrated))
 
     # Others by the nodes that their drivers create, or by the bus if their vendor makes nothing else.
-    names = host.listdir("/dev") or ()
+    names = () if host.windows else host.listdir("/dev") or ()
     for kind, (name, pattern) in table("chips")["other_nodes"].items():
         if count := sum(bool(re.fullmatch(pattern, node)) for node in names):
             listed.append(facts.Accelerator(kind, name, f"{count} in /dev", usable=True))
