@@ -407,7 +407,8 @@ class Resolved(Plain):
     name: str  # ``libcudnn.so.9``
     path: str = ""  # Empty if it is not found.
     # ``RUNPATH``, ``RPATH``, ``LD_LIBRARY_PATH``, ``LD_PRELOAD``, ``ld.so.cache``, ``default folder``, ``loaded``
-    # (another library already loaded it under that name).
+    # (another library already loaded it under that name). On Windows: ``torch\lib``, ``System32``, ``Library\bin``,
+    # ``PATH: C:\tools`` …; or ``delayed`` if it is not found, and needed only when it is first used.
     via: str = ""
     needed_by: str = ""  # ``libtorch_cuda.so``
     version: str = ""  # From the file's name or the package that owns it.
@@ -426,7 +427,8 @@ class TorchLibraries(Plain):
 
     architectures: tuple[str, ...] | Unknown = NOT_ASKED  # As ``torch.cuda.get_arch_list()`` returns them.
     cubins: dict[str, int] | Unknown = NOT_ASKED  # Architecture → kernels for it in libtorch_cuda: ``{"sm_90": 4711}``.
-    # NVIDIA's libraries that it needs, directly or indirectly; and any other that is not found or cannot be loaded.
+    # NVIDIA's libraries that it needs, directly or indirectly; and any other that is not found or cannot be loaded. On
+    # Windows: what it needs beside its own libraries and those of Windows, and what is not found or cannot be loaded.
     needed: tuple[Resolved, ...] = ()
     # Versioned symbols that the library to be loaded does not define: ``__nvJitLinkAddData_12_1 of libnvJitLink.so.12,
     # needed by libcusparse.so.12``; and whole versions: ``GLIBCXX_3.4.32 of libstdc++.so.6, needed by
@@ -439,6 +441,9 @@ class TorchLibraries(Plain):
     # Libraries for which the loader also searches the current directory: ``libcusparseLt.so.0: RUNPATH has an empty
     # element``.
     cwd_searched: tuple[str, ...] = ()
+    toolset: str = ""  # On Windows: the version of Visual C++ that linked torch's own libraries: ``14.42``.
+    # On Windows: bytes that every process with torch takes of the commit limit for its libraries. -1: unknown.
+    committed: int = -1
 
 
 class ExtensionPackage(Plain):

@@ -5,13 +5,17 @@ Every loop is bounded. What cannot be read is an ``Unknown``; nothing here raise
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import ntpath
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from struct import Struct, unpack
 
 from transload.frozen import replace
+from transload.machine import Unknown
 
 from .binary import LONGEST_NAME, BinaryFile, MalformedError, with_file
+from .host import Host
 
 _DOS = Struct("<2s58xI")  # magic, offset of the PE header
 _COFF = Struct("<4s2H12xH2x")  # magic, machine, count of sections; size of the optional header
@@ -190,3 +194,109 @@ def file_version(path: str) -> str:
     """The version in the resources of the file at a real path; empty if it states none, or cannot be read."""
     pe = read_pe(path)
     return (pe.version() or "") if isinstance(pe, Pe) else ""
+
+
+# -- the search of Windows ---------------------------------------------------------------------------------------------
+# Python and torch load a library with LOAD_LIBRARY_SEARCH_DEFAULT_DIRS and LOAD_LIBRARY_SEARCH_DLL_LOAD_DIR: what it
+# needs is then looked for in its own folder, in that of the program, in those of os.add_dll_directory, whose order is
+# not defined, and in System32, but not in PATH. Without these flags: in the folder of the program, in System32, in the
+# folder of Windows, in the current directory and in PATH. Names that are loaded already are not looked for, those of
+# KnownDLLs only in System32, and those of API sets, which are no files, nowhere. Windows skips a file for another
+# machine, but stops at a broken one.
+
+RUNTIME = re.compile(r"(?:vcruntime140|msvcp140|concrt140|vccorlib140|vcomp140)\w*\.dll")
+"""The libraries of the Visual C++ runtime, in lower case."""
+SYSTEM = "System32"
+PROGRAM = "the folder of python.exe"
+_API_SETS = ("api-ms-win-", "ext-ms-")
+_KNOWN_DLLS = "HKLM/SYSTEM/CurrentControlSet/Control/Session Manager/KnownDLLs"
+_MACHINE_NAMES = {"AMD64": "x64", "x86_64": "x64"}
+_MOST_NAMES = 10_000
+"""The most names looked up for one library: torch needs a hundred, and a malicious file could list any number."""
+
+Folder = tuple[str, str]
+"""The step of the search, such as ``PATH: C:\\tools``, and the folder itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dll:
+    """A library that a process needs, and what Windows finds for it. What is part of Windows is not read."""
+
+    name: str
+    path: str = ""  # Empty if it is not found.
+    via: str = ""
+    needed_by: str = ""  # The name of the library that needs it.
+    pe: Pe | None = None
+    problem: str = ""  # Why the file cannot be loaded.
+
+
+class DllProcess:
+    """A simulated process of a program on Windows: which file it loads for which name."""
+
+    def __init__(self, host: Host, program: str) -> None:
+        self.host = host
+        variables = {name.lower(): value for name, value in host.environ.items()}
+        windows = host.slashed(variables.get("systemroot", "C:/Windows")).rstrip("/")
+        self.system: Folder = (SYSTEM, f"{windows}/{SYSTEM}")
+        self.program: Folder = (PROGRAM, program.rpartition("/")[0])
+        self.path = [(f"PATH: {ntpath.normpath(folder)}", folder) for folder in host.search_path()]
+        here = ("the current directory", host.cwd)
+        self.without_flags: list[Folder] = [self.program, self.system, ("the folder of Windows", windows), here]
+        known = host.registry(_KNOWN_DLLS)
+        self.known = {str(name).lower() for name in known.values.values()} if known else set()
+        self._listings: dict[str, dict[str, str]] = {}
+        self._read: dict[str, Pe | Unknown] = {}
+        first = self.read(program)
+        self.machine = first.machine if first else _MACHINE_NAMES.get(host.uname[2], host.uname[2])
+        self.loaded: dict[str, Dll] = {}  # By name, in lower case.
+        self.open(program, [*self.without_flags, *self.path])
+
+    def read(self, path: str) -> Pe | Unknown:
+        """The file at a path of the host."""
+        if path not in self._read:
+            self._read[path] = read_pe(self.host.real(path))
+        return self._read[path]
+
+    def files(self, folder: str) -> dict[str, str]:
+        """The files in a folder: their names in lower case, and their paths."""
+        if folder not in self._listings:
+            self._listings[folder] = {name.lower(): f"{folder}/{name}" for name in self.host.listdir(folder) or ()}
+        return self._listings[folder]
+
+    def find(self, name: str, folders: Sequence[Folder], needed_by: str = "") -> Dll:
+        """What Windows finds for a name in these folders."""
+        key, foreign = name.lower(), Dll(name, needed_by=needed_by)
+        for via, folder in [self.system] if key in self.known else folders:
+            path = self.files(folder).get(key, "")
+            if path and via == SYSTEM and not RUNTIME.fullmatch(key):
+                return Dll(name, path, via, needed_by)
+            if path:
+                dll = self._examined(Dll(name, path, via, needed_by))
+                if not (dll.pe and dll.problem):
+                    return dll
+                foreign = foreign if foreign.path else dll
+        return foreign
+
+    def open(self, path: str, folders: Sequence[Folder], via: str = "path") -> list[Dll]:
+        """Load a file and what it needs, breadth first, and return what cannot be loaded: then nothing is loaded."""
+        loaded, failed = dict(self.loaded), []
+        queue = [self._examined(Dll(path.rpartition("/")[2], path, via))]
+        self.loaded[queue[0].name.lower()] = queue[0]
+        for dll in queue:
+            if dll.problem or not dll.path:
+                failed.append(dll)
+                continue
+            for name in dll.pe.needed if dll.pe else ():
+                key = name.lower()
+                if key not in self.loaded and not key.startswith(_API_SETS) and len(queue) < _MOST_NAMES:
+                    self.loaded[key] = self.find(name, folders, dll.name)
+                    queue.append(self.loaded[key])
+        if failed:
+            self.loaded = loaded
+        return failed
+
+    def _examined(self, dll: Dll) -> Dll:
+        pe = self.read(dll.path)
+        if isinstance(pe, Unknown):
+            return replace(dll, problem=pe.reason)
+        return replace(dll, pe=pe, problem="" if pe.machine == self.machine else f"for another machine ({pe.machine})")

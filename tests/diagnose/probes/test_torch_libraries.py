@@ -17,7 +17,7 @@ from tests.fake_driver import returns
 from transload.diagnose.elf import Loader
 from transload.diagnose.host import Host
 from transload.diagnose.probes.libraries import package_of, preloads, torch_libraries
-from transload.machine import Resolved, TorchInstall, TorchLibraries, Unknown
+from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
 TORCH = f"{SITE}/torch"
@@ -131,7 +131,7 @@ SYS_PATH = ("/usr/lib/python3.12", SITE)
 def probe(
     root: Path, tree: Mapping[str, Content | None], *, install: TorchInstall = INSTALL, **environ: str
 ) -> TorchLibraries:
-    return torch_libraries(Loader(tree_host(root, tree, environ)), SYS_PATH, install)
+    return torch_libraries(Loader(tree_host(root, tree, environ)), Python(path=SYS_PATH), install)
 
 
 def by_name(facts: TorchLibraries) -> dict[str, Resolved]:
@@ -413,7 +413,7 @@ def test_kernels_in_several_libraries(tmp_path: Path) -> None:
 def test_architectures_on_windows(tmp_path: Path) -> None:
     tree = {f"{TORCH}/lib/torch_python.dll": b"MZ\0\0sm_75 sm_120\0"}
     host = tree_host(tmp_path, tree, uname=("Windows", "10", "AMD64"))
-    assert torch_libraries(Loader(host), SYS_PATH, INSTALL).architectures == ("sm_75", "sm_120")
+    assert torch_libraries(Loader(host), Python(path=SYS_PATH), INSTALL).architectures == ("sm_75", "sm_120")
 
 
 def test_architectures_are_unknown_in_constants_with_prefixes_only(tmp_path: Path) -> None:
@@ -479,6 +479,8 @@ def test_installed_torch_lacks_no_library() -> None:
     spec = importlib.util.find_spec("torch")
     if sys.platform != "linux" or spec is None or spec.origin is None:
         pytest.skip("needs a Linux build of torch")
-    facts = torch_libraries(Loader(Host()), sys.path, TorchInstall(str(Path(spec.origin).parent), known=False))
+    facts = torch_libraries(
+        Loader(Host()), Python(path=tuple(sys.path)), TorchInstall(str(Path(spec.origin).parent), known=False)
+    )
     assert [resolved for resolved in facts.needed if not resolved.path or resolved.problem] == []
     assert facts.unresolved == ()

@@ -114,7 +114,7 @@ def probe(
         suffixes = tuple(f"({pid})" for pid in ours)  # our own children may hang in the driver
         linked = bare.torch_libraries
         if first := installed.first:
-            linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined.path, first)
+            linked = attempt("torch libraries", linked, libraries.torch_libraries, loader, examined, first)
         machine = Machine(
             transload=__version__,
             taken=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

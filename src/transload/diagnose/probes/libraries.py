@@ -14,7 +14,7 @@ from transload.diagnose.host import Host
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import CUDA_LIBRARY, table
 from transload.frozen import replace
-from transload.machine import ExtensionPackage, Library, Resolved, TorchInstall, Unknown
+from transload.machine import ExtensionPackage, Library, Python, Resolved, TorchInstall, Unknown
 
 # -- the driver's ------------------------------------------------------------------------------------------------------
 
@@ -319,12 +319,24 @@ _KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
 _MOST_SYMBOLS = 8  # Symbols named for each library: a wrong one lacks hundreds.
 
 
-def torch_libraries(loader: Loader, path: Sequence[str], install: TorchInstall) -> facts.TorchLibraries:
-    """The architectures that torch has code for, and the NVIDIA libraries it loads if ``sys.path`` is ``path``."""
+def torch_libraries(loader: Loader, python: Python, install: TorchInstall) -> facts.TorchLibraries:
+    """The architectures that torch has code for, and the libraries that it loads in that Python."""
     listed = _arch_list(loader.host, install)
+    if loader.host.windows:
+        from transload.diagnose.probes.dlls import DllImport
+
+        dlls = DllImport(loader.host, python, install)
+        return facts.TorchLibraries(
+            architectures=listed,
+            cubins=Unknown("read on Linux only"),
+            needed=tuple(dlls.needed()),
+            unresolved=tuple(dlls.unresolved()),
+            toolset=dlls.toolset(),
+            committed=dlls.committed(),
+        )
     if loader.host.uname[0] != "Linux":
         return facts.TorchLibraries(architectures=listed, cubins=Unknown("read on Linux only"))
-    imported = _TorchImport(loader, path, install)
+    imported = _TorchImport(loader, python.path, install)
     return facts.TorchLibraries(
         architectures=listed,
         cubins=_cubins(loader, install),
