@@ -49,10 +49,10 @@ class DllImport:
                 failed = process.open(path, [mine, process.program, *added, process.system], TORCH_LIB)
                 if failed and not any(dll.problem for dll in failed):
                     failed = process.open(path, second_try, TORCH_LIB)
-                self.failed |= {dll.name.lower(): dll for dll in failed}
+                self.failed = {dll.name.lower(): dll for dll in failed} | self.failed
         for path in host.paths(install.location, "_C.", ".pyd"):
             failed = process.open(path, [("torch", install.location), process.program, *added, process.system])
-            self.failed |= {dll.name.lower(): dll for dll in failed if dll.name.lower() not in self.failed}
+            self.failed = {dll.name.lower(): dll for dll in failed} | self.failed
 
     def _added(self, source: str, python: Python, install: TorchInstall) -> list[Folder]:
         """The folders that this release of torch adds to the search, without those that do not exist."""

@@ -197,7 +197,8 @@ def other_build(m: Case) -> Matches:
     # an error if torch cannot be imported or was not run; a note if a library only has another size
     unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
     if not m.torch_imported and (first.missing or unread):
-        yield "T09", Match((*first.missing[:6], unread, torch_says(m.import_error)))
+        fix = m.steps("T09 windows") if m.platform.system == "Windows" else None
+        yield "T09", Match((*first.missing[:6], unread, torch_says(m.import_error)), fix)
     elif (first.missing or first.altered) and not m.torch_computes:
         yield "T09", Match((*first.missing[:3], *first.altered[:3]), m.steps("T09 changed"), "note")
 
@@ -233,7 +234,6 @@ _MISSING = re.compile(r"(?P<name>[^\s/:]+\.so[.\d]*): cannot open shared object 
 _SYMBOL = re.compile(r"(?P<user>\S+): undefined symbol: (?P<symbol>\w+)(?:, version (?P<library>[^\s,]+))?")
 _SYMBOL_OF = re.compile(r" of (?P<library>\S+), needed by ")
 _STDCPP = re.compile(r"(?P<library>\S+): version .(?:GLIBCXX|CXXABI)_[\d.]+. not found")
-_DLL = re.compile(r"\[WinError (?:126|127|193|1114)\].*?Error loading \"(?P<dll>[^\"]+)\"", re.DOTALL)
 _ABOUT_GPUS = re.compile(r"cuda|cublas|cudnn|nccl|nvidia|vgpu|hami|nvml", re.IGNORECASE)
 _BEHIND = ("ld.so.cache", "default folder")
 
@@ -262,6 +262,8 @@ def _install_libraries(m: Case, blamed: list[Resolved]) -> Steps:
 def not_loadable(m: Case) -> Matches:
     """The import failed because of a library or a symbol; or torch was not run, and it would fail."""
     error, libraries, not_run = m.import_error, m.torch_libraries, m.torch_not_run
+    if m.platform.system == "Windows":  # see rules/dlls.py
+        return
     missing = _MISSING.search(error)
     name = missing["name"] if missing else ""
     gone = [lib for lib in libraries.needed if not lib.path or lib.problem]
@@ -406,20 +408,6 @@ def unsuitable_library(m: Case) -> Matches:
     if "undefined symbol: iJIT_" in m.import_error:
         fix = fixes.conda(m, '"mkl<2024.1"') if of_conda else fixes.install(m, "mkl<2024.1")
         yield "L13", Match((error,), fix)
-
-
-@rules("torch-libraries", "L10", "L11", likely=("L11",))
-def windows_dlls(m: Case) -> Matches:
-    """Windows cannot load a DLL of torch (L10), or torch fails with CUDA's DLLs from elsewhere (L11)."""
-    first = m.torch.first
-    if dll := _DLL.search(m.import_error):
-        fbgemm = first and first.version.startswith("2.4.0") and "fbgemm" in dll["dll"]
-        yield "L10", Match((torch_says(m.import_error),), m.steps("L10 fbgemm" if fbgemm else "L10"))
-    if m.platform.system == "Windows" and first and m.failed() and not m.torch_computes:
-        mapped = ((file, file.replace("\\", "/").rpartition("/")[2].lower()) for file in m.torch_run.libraries)
-        dlls = (file for file, name in mapped if name.startswith(("cudart64_", "cudnn", "cublas")))
-        if outside := [file for file in dlls if not file.startswith(first.location)]:
-            yield "L11", Match(tuple(f"loaded: {file}" for file in outside[:4]))
 
 
 @rules("torch-libraries", "L09")
