@@ -281,7 +281,7 @@ class DllProcess:
         """Load a file and what it needs, breadth first, and return what cannot be loaded: then nothing is loaded."""
         loaded, failed = dict(self.loaded), []
         queue = [self._examined(Dll(path.rpartition("/")[2], path, via))]
-        self.loaded[queue[0].name.lower()] = queue[0]
+        self.loaded.setdefault(queue[0].name.lower(), queue[0])
         for dll in queue:
             if dll.problem or not dll.path:
                 failed.append(dll)

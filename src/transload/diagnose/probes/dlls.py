@@ -45,7 +45,8 @@ class DllImport:
                     process.open(dll.path, [process.program, *added, process.system], dll.via)
         mine = (TORCH_LIB, self.lib)
         for name, path in sorted(process.files(self.lib).items()):
-            if name.endswith(".dll") and name not in process.loaded:
+            loaded = process.loaded.get(name)
+            if name.endswith(".dll") and not (loaded and loaded.path == path):
                 failed = process.open(path, [mine, process.program, *added, process.system], TORCH_LIB)
                 if failed and not any(dll.problem for dll in failed):
                     failed = process.open(path, second_try, TORCH_LIB)

@@ -1,0 +1,201 @@
+"""Which DLLs Windows loads with torch, in forged trees."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.diagnose.windows_trees import BASE, SYSTEM, VENV, windows_host
+from tests.each import each
+from tests.pe_forge import dll
+
+from transload.diagnose.elf import Loader
+from transload.diagnose.probes.libraries import torch_libraries
+from transload.machine import Python, Resolved, TorchInstall, TorchLibraries
+
+Files = dict[str, str | bytes | None]
+TORCH = f"{VENV}/Lib/site-packages/torch"
+PYTHON = Python(
+    f"{VENV}/Scripts/python.exe",
+    "3.13.2",
+    prefix=VENV,
+    base_prefix=BASE,
+    user_site="C:/Users/Jo Doe/AppData/Roaming/Python/Python313/site-packages",
+)
+INIT = """
+    py_root_bin_path = os.path.join(sys.exec_prefix, "bin")
+    usebase_path = os.path.join(sysconfig.get_config_var("userbase"), "Library", "bin")
+    os.getenv("NVTOOLSEXT_PATH", "")
+    cuda_path_var = "CUDA_PATH_V" + cuda_version_1
+    ctypes.CDLL("vcruntime140.dll")
+    ctypes.CDLL("msvcp140.dll")
+    res = kernel32.LoadLibraryExW(dll, None, 0x00001100)
+"""
+RUNTIME = ("memcpy", "__CxxFrameHandler4")
+TREE: Files = {
+    f"{SYSTEM}/kernel32.dll": b"not read: it is a part of Windows",
+    f"{SYSTEM}/msvcp140.dll": dll(imports={"VCRUNTIME140.dll": RUNTIME[:1]}, exports=["lock"], version="14.44.35211.0"),
+    f"{BASE}/python.exe": dll(imports={"python313.dll": ["Py_Main"], "KERNEL32.dll": ["GetTickCount"]}),
+    f"{BASE}/python313.dll": dll(imports={"VCRUNTIME140.dll": RUNTIME[:1]}, exports=["Py_Main", "Py_New"]),
+    f"{BASE}/vcruntime140.dll": dll(exports=RUNTIME, version="14.42.34226.3"),
+    f"{TORCH}/__init__.py": INIT,
+    f"{TORCH}/_C.cp313-win_amd64.pyd": dll(imports={"torch_python.dll": ["init"], "python313.dll": ["Py_New"]}),
+    f"{TORCH}/lib/c10.dll": dll(
+        imports={"MSVCP140.dll": ["lock"], "api-ms-win-crt-heap-l1-1-0.dll": ["malloc"], "kernel32.dll": ["Sleep"]},
+        exports=["alloc"],
+        linker=(14, 42),
+        writable=1 << 16,
+    ),
+    f"{TORCH}/lib/libomp.dll": dll(linker=(14, 50), writable=1 << 16),
+    f"{TORCH}/lib/torch_cpu.dll": dll(imports={"c10.dll": ["alloc"]}, delayed=["nvcuda.dll"], exports=["add"]),
+    f"{TORCH}/lib/torch_python.dll": dll(
+        imports={"torch_cpu.dll": ["add"], "c10.dll": ["alloc"], "python313.dll": ["Py_New"]}, exports=["init"]
+    ),
+}
+NEEDS_Z = dll(imports={"Z.dll": ["deflate"]}, exports=["add"])
+Z = dll("z.dll", exports=["deflate"], version="1.2.3.4")
+
+
+def examined(root: Path, more: Files, cuda: str = "", **environ: str) -> TorchLibraries:
+    host = windows_host(root, cards=(), more={**TREE, **more}, environ=environ)
+    return torch_libraries(Loader(host), PYTHON, TorchInstall(TORCH, "2.13.0", cuda=cuda))
+
+
+def found(root: Path, more: Files, cuda: str = "", **environ: str) -> list[Resolved]:
+    """What is found for the DLLs of others than torch, Windows, Python and Visual C++."""
+    usual = ("msvcp140.dll", "vcruntime140.dll")
+    return [lib for lib in examined(root, more, cuda, **environ).needed if lib.name.lower() not in usual]
+
+
+def test_whole_torch(tmp_path: Path) -> None:
+    libraries = examined(tmp_path, {})
+    assert libraries.needed == (
+        Resolved(
+            *("VCRUNTIME140.dll", f"{BASE}/vcruntime140.dll", "the folder of python.exe"),
+            *("python313.dll", "14.42.34226.3"),
+        ),
+        Resolved("msvcp140.dll", f"{SYSTEM}/msvcp140.dll", "System32", "torch", "14.44.35211.0"),
+    )
+    assert libraries.unresolved == ()
+    assert libraries.toolset == "14.42"
+    assert 2 << 16 <= libraries.committed < 3 << 16
+
+
+@each(
+    "folder, via",
+    [
+        (BASE, "the folder of python.exe"),
+        (f"{VENV}/Library/bin", "Library\\bin"),
+        (f"{BASE}/Library/bin", "Library\\bin"),
+        ("C:/Users/Jo Doe/AppData/Roaming/Python/Library/bin", "Library\\bin"),
+        (f"{VENV}/bin", "bin"),
+        ("C:/Program Files/NVIDIA Corporation/NvToolsExt/bin/x64", "NVTOOLSEXT_PATH"),
+        ("C:/Program Files/NVIDIA GPU Computing Toolkit/CUDA/v12.8/bin", "CUDA_PATH_V12_8"),
+        ("C:/Windows", "the folder of Windows"),
+        ("C:/Users/Jo Doe/project", "the current directory"),
+        ("C:/tools/bin", "PATH: C:\\tools\\bin"),
+    ],
+)
+def test_folder_in_which_a_dll_is_found(tmp_path: Path, folder: str, via: str) -> None:
+    more: Files = {f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, f"{folder}/z.DLL": Z}
+    libraries = found(tmp_path, more, "12.8", PATH="C:\\other;C:\\tools\\bin\\")
+    assert libraries == [Resolved("Z.dll", f"{folder}/z.DLL", via, "torch_cpu.dll", "1.2.3.4")]
+
+
+def test_dll_that_is_nowhere(tmp_path: Path) -> None:
+    more: Files = {f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z}
+    assert found(tmp_path, more) == [Resolved("Z.dll", needed_by="torch_cpu.dll")]
+
+
+def test_runtime_that_is_nowhere(tmp_path: Path) -> None:
+    libraries = examined(tmp_path, {f"{SYSTEM}/msvcp140.dll": None})
+    assert libraries.needed[1:] == (Resolved("MSVCP140.dll", needed_by="c10.dll"),)
+
+
+def test_first_file_of_a_name_is_taken(tmp_path: Path) -> None:
+    """Folders that torch adds come before PATH, and PATH is searched only for what they do not have."""
+    more: Files = {
+        f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z,
+        f"{VENV}/Library/bin/z.dll": Z,
+        "C:/tools/z.dll": Z,
+        "C:/Users/Jo Doe/project/z.dll": Z,
+    }
+    assert [lib.via for lib in found(tmp_path / "1", more, PATH="C:\\tools")] == ["Library\\bin"]
+    del more[f"{VENV}/Library/bin/z.dll"]
+    assert [lib.via for lib in found(tmp_path / "2", more, PATH="C:\\tools")] == ["the current directory"]
+
+
+def test_second_try_takes_a_stranger_instead_of_torchs_own(tmp_path: Path) -> None:
+    """Without flags, the current directory comes before the folders that torch puts into PATH."""
+    more: Files = {
+        f"{TORCH}/lib/a.dll": dll(imports={"later.dll": ["f"], "Z.dll": ["deflate"]}),
+        f"{TORCH}/lib/later.dll": dll(exports=["f"]),
+        "C:/Users/Jo Doe/project/later.dll": dll(exports=["f"]),
+        "C:/tools/z.dll": Z,
+    }
+    stranger = found(tmp_path, more, PATH="C:\\tools")[0]
+    assert stranger.path == "C:/Users/Jo Doe/project/later.dll"
+    assert stranger.expected == f"{TORCH}/lib/later.dll"
+    assert stranger.shadowed
+
+
+def test_dll_for_another_processor_is_skipped(tmp_path: Path) -> None:
+    more: Files = {f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, "C:/a/z.dll": dll(machine="x86")}
+    assert found(tmp_path / "1", more, PATH="C:\\a;C:\\b") == [
+        Resolved("Z.dll", "C:/a/z.dll", "PATH: C:\\a", "torch_cpu.dll", problem="for another machine (x86)")
+    ]
+    assert [lib.path for lib in found(tmp_path / "2", {**more, "C:/b/z.dll": Z}, PATH="C:\\a;C:\\b")] == ["C:/b/z.dll"]
+    own = found(tmp_path / "3", {f"{TORCH}/lib/libomp.dll": dll(machine="ARM64")})
+    assert [(lib.name, lib.problem) for lib in own] == [("libomp.dll", "for another machine (ARM64)")]
+
+
+def test_search_ends_at_a_damaged_dll(tmp_path: Path) -> None:
+    more: Files = {
+        f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z,
+        "C:/a/z.dll": Z[:-100],
+        "C:/b/z.dll": Z,
+    }
+    (lib,) = found(tmp_path, more, PATH="C:\\a;C:\\b")
+    assert (lib.path, lib.problem) == ("C:/a/z.dll", f"cut off after {len(Z) - 100} of {len(Z)} bytes")
+
+
+def test_functions_that_are_missing(tmp_path: Path) -> None:
+    more: Files = {
+        f"{TORCH}/lib/c10.dll": dll(exports=["other"]),
+        f"{TORCH}/lib/libomp.dll": dll(imports={"Z.dll": ["deflate", "inflate", "#1", "#9"]}),
+        f"{VENV}/Library/bin/z.dll": Z,
+        f"{BASE}/python313.dll": dll(exports=["Py_Main"]),
+    }
+    assert sorted(examined(tmp_path, more).unresolved) == [
+        "#9 of Z.dll, needed by libomp.dll",
+        "Py_New of python313.dll, needed by _C.cp313-win_amd64.pyd",
+        "Py_New of python313.dll, needed by torch_python.dll",
+        "alloc of c10.dll, needed by torch_cpu.dll",
+        "alloc of c10.dll, needed by torch_python.dll",
+        "inflate of Z.dll, needed by libomp.dll",
+    ]
+
+
+def test_delayed_dll_is_needed_later(tmp_path: Path) -> None:
+    """The driver's may be missing, and is not torch's matter."""
+    more: Files = {f"{TORCH}/lib/libomp.dll": dll(delayed=["late.dll", "nvcuda.dll"])}
+    assert found(tmp_path / "1", more) == [Resolved("late.dll", via="delayed", needed_by="libomp.dll")]
+    assert found(tmp_path / "2", {**more, f"{SYSTEM}/late.dll": b""}) == []
+
+
+def test_known_dll_is_taken_from_system32(tmp_path: Path) -> None:
+    more: Files = {
+        **TREE,
+        f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z,
+        f"{BASE}/z.dll": Z,
+        f"{SYSTEM}/z.dll": b"",
+    }
+    assert [lib.via for lib in found(tmp_path / "1", more)] == ["the folder of python.exe"]
+    key = "HKLM/SYSTEM/CurrentControlSet/Control/Session Manager/KnownDLLs"
+    host = windows_host(tmp_path / "2", cards=(), more=more, registry={key: {"z": "z.dll"}})
+    needed = torch_libraries(Loader(host), PYTHON, TorchInstall(TORCH)).needed
+    assert [lib.name for lib in needed] == ["VCRUNTIME140.dll", "msvcp140.dll"]
+
+
+def test_files_without_windows_say_nothing(tmp_path: Path) -> None:
+    more: Files = {f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, f"{SYSTEM}/kernel32.dll": None}
+    assert found(tmp_path, more) == []
