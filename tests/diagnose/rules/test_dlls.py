@@ -123,7 +123,7 @@ def test_nothing_of_it_is_said_on_linux() -> None:
 def test_the_missing_dll_is_named() -> None:
     finding = finding_of("W10", windows(NO_MSVCP, error=126))
     assert finding.evidence[1] == "MSVCP140.dll, needed by c10.dll, is not found anywhere"
-    assert "https://aka.ms/vs/17/release/vc_redist.x64.exe" in finding.fix[0]
+    assert "https://aka.ms/vs/17/release/vc_redist.x64.exe" in finding.fix[2]
     assert "$ winget install Microsoft.VCRedist.2015+.x64" in finding.fix
     arm = finding_of("W10", windows(NO_MSVCP, error=126, python__machine="ARM64"))
     assert "$ winget install Microsoft.VCRedist.2015+.arm64" in arm.fix
@@ -157,6 +157,10 @@ def test_dll_of_another_program() -> None:
     assert not finding.title.startswith("probably")
     assert any("-ne 'C:\\it''s old'" in line for line in finding.fix)
     assert finding_of("W13", windows(HELPER, error=1114)).title.startswith("probably")
+    runtime = replace(
+        MSVCP, path="C:\\app\\msvcp140.dll", via="PATH: C:\\app"
+    )  # once installed, System32's comes first
+    assert any("winget" in line for line in finding_of("W13", windows(runtime, error=1114)).fix)
     here = replace(HELPER, via="the current directory")
     assert finding_of("W13", windows(here, error=1114)).fix[0].startswith("Rename C:\\it's old\\zlibwapi.dll")
 

@@ -131,7 +131,8 @@ def unsuitable_dlls(m: Case) -> Matches:
         lib = old[0]
         built = f"torch is built with Visual C++ {libraries.toolset}, and needs a runtime as new as that"
         fix = _runtime(m)
-        if lib.via != "System32" and m.python.environment not in fixes.CONDAS:  # it hides that of the system
+        hides = lib.via != "System32" and not _elsewhere(lib)  # it is found before that of the system
+        if hides and m.python.environment not in fixes.CONDAS:
             fix = m.steps("W11 copy", path=lib.path, runtime=fix)
         sure = lines or (fails and lib in fatal)
         yield "W11", Match((says, _found(lib), *lines, built), fix, likely=not sure)
@@ -140,7 +141,9 @@ def unsuitable_dlls(m: Case) -> Matches:
     strange = [lib for lib in taken.values() if _elsewhere(lib)] if fails else []
     strange = [taken[blamed]] if blamed in taken else strange
     if strange:
-        yield "W13", Match((says, _found(strange[0]), *lines), _remove(m, strange[0]), likely=not lines)
+        of_runtime = RUNTIME.fullmatch(strange[0].name.lower())  # then System32, which comes first, has none
+        fix = _runtime(m) if of_runtime else _remove(m, strange[0])
+        yield "W13", Match((says, _found(strange[0]), *lines), fix, likely=not lines)
     elif lines:
         python, release = re.fullmatch(r"python\d+\.dll", blamed), ".".join(m.python.version.split(".")[:2])
         yield "W14", Match((says, *lines), m.steps("W14 python", version=release) if python else m.reinstall)
