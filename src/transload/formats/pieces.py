@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from transload.checkpoint import Tensor
-from transload.dtypes import MAX_SIZE
+from transload.checkpoint import Key, Tensor
+from transload.dtypes import MAX_SIZE, itemsize
 from transload.findings import join_names
 from transload.frozen import NamedTuple
-from transload.geometry import MAX_BOXES, MAX_DIMENSIONS, Box, Split, box_words, hull, shards
+from transload.geometry import MAX_BOXES, MAX_DIMENSIONS, Box, Split, View, box_words, hull, shards
 from transload.nodes import Call, Dict, Global, Pickle, called, dotted, walk_nodes
 from transload.render.words import plural
 
@@ -92,6 +92,25 @@ def piece_of(cls: str, shape: tuple[int, ...], state: object) -> Piece:
     if len(shape) > MAX_DIMENSIONS:
         raise UnplacedError(f"it has {len(shape)} dimensions")
     return _dtensor(shape, _attributes(state)) if cls == "DTensor" else _sharded_tensor(shape, state)
+
+
+def cut_out(tensor: Tensor, boxes: Sequence[tuple[Box, Box]], path: tuple[Key, ...]) -> list[Tensor]:
+    """The parts of a distributed tensor that a rank's own tensor has: boxes of the whole, each with its box in that."""
+    parts = []
+    for box, inner in boxes:
+        view = View(tensor.shape, tensor.stride, tensor.offset).part(inner)
+        at = tensor.file_offset
+        part = tensor._replace(
+            path=(*path, *box.start),
+            shape=box.shape,
+            offset=view.offset,
+            requires_grad=False,
+            cls="",
+            file_offset=None if at is None else at + itemsize(tensor.dtype, view.offset - tensor.offset),
+            start=box.start,
+        )
+        parts.append(part)
+    return parts
 
 
 def share_words(tensors: Sequence[Tensor]) -> str:

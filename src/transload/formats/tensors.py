@@ -347,8 +347,7 @@ class RebuildReader(ABC):
 
     def _piece(self, whole: Tensor, cls: str, state: object, at: Place) -> Tensor:
         """A distributed tensor: the boxes of it that the file has; a problem, if that is not clear."""
-        from transload.formats.pieces import UnplacedError, local_nodes, piece_of
-        from transload.geometry import View
+        from transload.formats.pieces import UnplacedError, cut_out, local_nodes, piece_of
 
         table, parts, wrong = self.table, [], ""
         try:
@@ -362,19 +361,7 @@ class RebuildReader(ABC):
                 here, share = f"{tensor.dtype} {list(tensor.shape)}", f"{whole.dtype} {list(local.shape)}"
                 wrong = f"{here} is here, where its share would be {share}"
                 continue
-            for box, inner in local.boxes:
-                view = View(tensor.shape, tensor.stride, tensor.offset).part(inner)
-                first = tensor.file_offset
-                part = tensor._replace(
-                    path=(*at[0], *box.start),
-                    shape=box.shape,
-                    offset=view.offset,
-                    requires_grad=False,
-                    cls="",
-                    file_offset=None if first is None else first + itemsize(tensor.dtype, view.offset - tensor.offset),
-                    start=box.start,
-                )
-                parts.append(part)
+            parts += cut_out(tensor, local.boxes, at[0])
         if wrong or piece is None:
             table.noted.add("piece-unplaced", at[1] or "the root", wrong)
             nodes = local_nodes(cls, state)

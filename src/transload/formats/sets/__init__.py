@@ -11,7 +11,17 @@ from typing import Protocol
 from transload.checkpoint import Checkpoint, Draft, Part
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, Problem, join_names
-from transload.formats.sets import dcp, deepspeed, hf_shards, megatron, ranks, sharded, single, unpacked
+from transload.formats.sets import (
+    dcp,
+    deepspeed,
+    hf_shards,
+    megatron,
+    ranks,
+    sharded,
+    single,
+    torch_checkpointing,
+    unpacked,
+)
 from transload.formats.sets.merger import Merger, OpenFile, ReadFile, ReadItem, listed
 from transload.formats.sets.single import checkpoint_files
 from transload.frozen import replace
@@ -40,7 +50,7 @@ class Kind(Protocol):
         """Read the folder of the merger. Bad content is a problem, never an error; ``None`` if it is another kind."""
 
 
-_KINDS: tuple[Kind, ...] = (megatron, dcp, deepspeed, unpacked, hf_shards, sharded, ranks)
+_KINDS: tuple[Kind, ...] = (megatron, dcp, torch_checkpointing, deepspeed, unpacked, hf_shards, sharded, ranks)
 """The order matters: Megatron's newer form contains a distributed checkpoint, and any kind may contain other files."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from contextlib import closing
 from glob import escape, glob
 from math import prod
 from typing import Any, TypeGuard
@@ -21,12 +20,10 @@ from transload.errors import CannotReadError
 from transload.findings import join_names
 from transload.formats.graph import call_items, last_pairs
 from transload.formats.nested import item_source, moved_tensor, why_packed
-from transload.formats.pickle_machine import run
 from transload.formats.pieces import size_of
 from transload.formats.safetensors import looks_like_safetensors
 from transload.formats.sets.merger import Merger, listed
 from transload.formats.sets.pieces import assembled, lost_words, overlap_words
-from transload.formats.torch_zip import pickle_problems
 from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 from transload.io.folder import Listing, relative_path
@@ -37,8 +34,6 @@ from transload.render.words import plural
 METADATA = ".metadata"
 # With ``use_collectives=False``, every rank writes one for its own pieces.
 RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
-# Enough for a million tensors.
-MAX_METADATA = 512 << 20
 # Opening an item takes up to a millisecond. If there are more, those of tensors are opened when they are read.
 FEW_ITEMS = 1_000
 # A path of a million steps would take as long to make for each of a million entries.
@@ -206,23 +201,9 @@ def _rank_indexes(merger: Merger) -> list[str]:
 
 def _read_index(merger: Merger, name: str) -> dict[str, object]:
     """The attributes of the ``Metadata`` in an index; empty if it is not one."""
-    prefix, size = merger.listing.prefix, merger.listing.files[name]
-    if size > MAX_METADATA:
-        merger.note("dcp-metadata-too-large", f"{size:,} bytes; the limit is {MAX_METADATA:,}", name)
-        return {}
-    data = b""
-    try:
-        with closing(merger.listing.folder.open(prefix + name)) as source:
-            data = source.read(0, source.size)
-    except CannotReadError as error:
-        merger.note("part-unreadable", error.what, name)
-    pickle = run(data, name=prefix + name)
-    pickle.main = True
-    merger.pickles.append(pickle)
-    merger.parts.append(Part(prefix + name, "index", size, role="index"))
-    merger.noted.extend(pickle_problems(pickle, len(data)))
-    fields = _state(pickle.root, "Metadata")
-    if not fields and not pickle.broken:
+    pickle = merger.read_index(name)
+    fields = _state(pickle.root, "Metadata") if pickle else {}
+    if pickle and not fields and not pickle.broken:
         merger.note("dcp-metadata-invalid", "it is a pickle, but not of the metadata of a checkpoint", name)
     return fields
 

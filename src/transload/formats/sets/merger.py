@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import closing
 
 from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Tensor
 from transload.contents import Role
 from transload.errors import CannotReadError
 from transload.findings import LimitedProblems, join_names
 from transload.formats.nested import joined, moved_storage, moved_tensor
+from transload.formats.pickle_machine import run
+from transload.formats.torch_zip import pickle_problems
 from transload.io.folder import Folder, Listing, relative_path
 from transload.io.sources import Source
+from transload.nodes import Pickle
 
 ReadFile = Callable[[str], Checkpoint]
 """Reads a file of a folder, by its name. Bad content is a problem of the checkpoint, never an error."""
@@ -23,6 +27,8 @@ ReadItem = Callable[[Source], Checkpoint]
 """Reads a checkpoint inside a file. The name of the source is what ``Value.file`` calls it."""
 
 INDEX_SUFFIX = ".index.json"
+# Of a pickled index. Enough for a million tensors.
+MAX_METADATA = 512 << 20
 # A file named after rank one million would make a million files missing; nobody trains on that many GPUs.
 MAX_RANKS = 100_000
 STEP = re.compile(r"(?:global_step|iter_)(\d{1,12})")
@@ -105,6 +111,25 @@ class Merger(Draft):
         facts = (("format", checkpoint.format), ("tensors", f"{len(checkpoint.tensors):,}"))
         self.parts.append(Part(part, kind, checkpoint.nbytes, facts, role))
         return checkpoint
+
+    def read_index(self, name: str) -> Pickle | None:
+        """Read the pickle that says what is where in the files; ``None``, with a problem, if it is too large."""
+        size = self.listing.files[name]
+        if size > MAX_METADATA:
+            self.note("dcp-metadata-too-large", f"{size:,} bytes; the limit is {MAX_METADATA:,}", name)
+            return None
+        data = b""
+        try:
+            with closing(self.listing.folder.open(self.listing.prefix + name)) as source:
+                data = source.read(0, source.size)
+        except CannotReadError as error:
+            self.note("part-unreadable", error.what, name)
+        pickle = run(data, name=self.listing.prefix + name)
+        pickle.main = True
+        self.pickles.append(pickle)
+        self.parts.append(Part(self.listing.prefix + name, "index", size, role="index"))
+        self.noted.extend(pickle_problems(pickle, len(data)))
+        return pickle
 
     def merge(
         self,

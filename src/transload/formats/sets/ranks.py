@@ -8,6 +8,7 @@ object is that of the first rank, with whole tensors in place of its pieces.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from transload.checkpoint import Checkpoint, Key, Tensor, Value
 from transload.findings import join_names
@@ -35,13 +36,16 @@ _TRIED = 4
 _SHOWN = 3
 
 
-class _Name(NamedTuple):
+class RankName(NamedTuple):
     """The name of a rank file, and what it says; ``world`` is 0 if it does not say that."""
 
     file: str
     family: str
     world: int
     rank: int
+
+
+Adapt = Callable[[RankName, RankFile], RankFile]
 
 
 def matches(listing: Listing) -> bool:
@@ -55,7 +59,7 @@ def read(merger: Merger) -> Checkpoint | None:
     # One is enough, since others may be damaged.
     if not any(_is_of_rank(merger, name) for names in families.values() for name in names[:_TRIED]):
         return None
-    return _merged(merger, families)
+    return merged(merger, families)
 
 
 class Numbered:
@@ -69,41 +73,45 @@ class Numbered:
         """As ``read``."""
         families = _families(merger.listing, numbered=True)
         found = any(all(_is_of_rank(merger, name) for name in names[:2]) for names in families.values())
-        return _merged(merger, families) if found else None
+        return merged(merger, families) if found else None
 
 
-def _families(listing: Listing, *, numbered: bool) -> dict[str, list[_Name]]:
+def _families(listing: Listing, *, numbered: bool) -> dict[str, list[RankName]]:
     """The files that may be those of ranks: by the rest of their names, then by rank."""
-    families: dict[str, list[_Name]] = {}
+    families: dict[str, list[RankName]] = {}
     for file in listing.files:
         match = _NAME.fullmatch(file)
         if match and numbered == (match["word"] is None):
             family = match["family"].rstrip("._-")
             usual = _USUAL.fullmatch(family)
-            name = _Name(file, usual[1] if usual else family, int(match["world"] or 0), int(match["rank"]))
+            name = RankName(file, usual[1] if usual else family, int(match["world"] or 0), int(match["rank"]))
             families.setdefault(name.family, []).append(name)
     if numbered:
         families = {key: names for key, names in families.items() if {0, 1} <= {name.rank for name in names}}
     return {family: sorted(names, key=lambda name: name.rank) for family, names in sorted(families.items())}
 
 
-def _merged(merger: Merger, families: dict[str, list[_Name]]) -> Checkpoint:
+def merged(merger: Merger, families: dict[str, list[RankName]], adapt: Adapt | None = None) -> Checkpoint:
+    """Put the files of all ranks together; ``adapt`` changes a file after it was read, with what is known from others.
+
+    A family has a key of the object for itself, unless it is the only one and nothing says its name.
+    """
     merger.format, merger.ranked = "rank-files", True
     whole = Composition(merger)
     try:
-        parts = {family: _Family(whole, family, names) for family, names in families.items()}
+        parts = {family: _Family(whole, family, names, adapt) for family, names in families.items()}
         worlds = sorted({part.world for part in parts.values() if part.world})
         if len(worlds) > 1:
             raise whole.mixed(f"they are of runs with {' and '.join(f'{world:,}' for world in worlds)} ranks")
         for family, part in parts.items():
-            part.merge((family,) if len(parts) > 1 else ())
+            part.merge((family,) if len(parts) > 1 or adapt else ())
         whole.finish()
     except UnmergedError as reason:
         whole.keep_apart(str(reason))
     return merger.merged()
 
 
-def _is_of_rank(merger: Merger, name: _Name) -> bool:
+def _is_of_rank(merger: Merger, name: RankName) -> bool:
     """Whether a file is one of a rank: its name says so, or it has distributed tensors."""
     if name.world:
         return True
@@ -115,12 +123,12 @@ def _is_of_rank(merger: Merger, name: _Name) -> bool:
 class _Family:
     """The files of all ranks with the same kind of content: the model, the optimizer, or everything."""
 
-    def __init__(self, whole: Composition, family: str, names: list[_Name]) -> None:
+    def __init__(self, whole: Composition, family: str, names: list[RankName], adapt: Adapt | None) -> None:
         self._whole = whole
         self._merger = whole.merger
         worlds = {name.world for name in names if name.world}
         files = [(name, whole.read(name.file, "rank file")) for name in names]
-        self._files = [(name.rank, file) for name, file in files if file is not None]
+        self._files = [(name.rank, adapt(name, file) if adapt else file) for name, file in files if file is not None]
         for rank, file in self._files:
             facts = dict(file.checkpoint.facts)
             # A mesh may have fewer ranks than the run, but never more.
@@ -153,16 +161,18 @@ class _Family:
             why = "FSDP saved flat parameters (LOCAL_STATE_DICT), and the shapes of the weights are not in the files"
             raise UnmergedError(f"{why}: only the model that saved them can load them")
         root, members = _Grafted(first.checkpoint.root), dict[int, dict[Key, object]]()
+        bare = not first.checkpoint.pickles  # as in safetensors
         position = len(self._whole.tensors)
         for path, files in held.items():
             tensor = self._merged(path, [(rank, file.tensors[path]) for rank, file in files])._replace(cls="")
-            if node_at(first.checkpoint.root, path, members) is not None:
+            if bare or node_at(first.checkpoint.root, path, members) is not None:
                 self._whole.put((*steps, *path), tensor)
             else:  # a rank of a pipeline has layers that the first one has not
                 root.add(path, files[0][1].checkpoint.root)
                 self._whole.put_copy((*steps, *path), tensor)
         self._compare_values()
-        self._whole.put_value(Value(steps, root.node, first.name, position), first.checkpoint.leaves)
+        if not bare:
+            self._whole.put_value(Value(steps, root.node, first.name, position), first.checkpoint.leaves)
         self._tell()
 
     def _merged(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> Tensor:

@@ -1,0 +1,205 @@
+"""Folders of the package ``torch_checkpointing``, as TorchTitan saves them: ``model_0.pt``, ``model_1.pt``, ….
+
+Each rank has a file for each item, and ``metadata.pkl`` says how their tensors are divided. It is missing if no item
+was to be loaded by another number of ranks; then the files are like any others of ranks. Files of items that it does
+not describe are found by their usual names.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from math import prod
+from typing import Any
+
+from transload.checkpoint import Checkpoint, Key, Tensor
+from transload.findings import join_names
+from transload.formats.graph import last_pairs
+from transload.formats.pieces import MAX_WORLD, cut_out, size_of
+from transload.formats.sets import ranks
+from transload.formats.sets.merger import Merger
+from transload.formats.sets.pieces import RankFile, UnmergedError, list_of
+from transload.formats.sets.ranks import RankName
+from transload.geometry import MAX_BOXES, Box, Split, contiguous, hull, shards
+from transload.io.folder import Listing, relative_path
+from transload.nodes import Dict, short
+
+_METADATA = "metadata.pkl"
+_VERSIONS = ("1.0", "2.0")
+_USUAL = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.pt")
+# Keys and values of all dictionaries, however often each is used: a hostile file uses one a million times.
+_MAX_ENTRIES = 50_000_000
+
+
+def matches(listing: Listing) -> bool:
+    """Whether a folder has the metadata."""
+    return _METADATA in listing.files
+
+
+def read(merger: Merger) -> Checkpoint | None:
+    """Put the files of all ranks together as the metadata says; ``None`` if it is of another program."""
+    pickle = merger.read_index(_METADATA)
+    pairs = pickle.root.pairs() if pickle and type(pickle.root) is Dict else []
+    root: dict[Key, Any] = {key: value for key, value in pairs if type(key) is str}
+    if not {"metadata", "world_size"} <= root.keys():
+        return None
+    merger.flavour = "torch_checkpointing"
+    index = _Index(merger, root)
+    families: dict[str, dict[int, str]] = {item: {} for item in index.files}
+    for file in merger.listing.files:
+        if match := _USUAL.fullmatch(file):
+            families.setdefault(match["item"], {})[int(match["rank"])] = file
+    names: dict[str, list[RankName]] = {}
+    for item, usual in families.items():
+        files = {**usual, **index.files.get(item, {})}
+        world = index.world if item in index.files else 0
+        if files:
+            names[item] = [RankName(files[rank], item, world, rank) for rank in sorted(files)]
+        else:
+            merger.note("rank-missing", f"{item}: {world:,} of {world:,} ranks")
+    named = {name.file for files in names.values() for name in files}
+    if others := [name for name in merger.listing.files if name not in named and name != _METADATA]:
+        merger.facts.append(("also here, not read", join_names(others)))
+    return ranks.merged(merger, names, index.adapt)
+
+
+class _Index:
+    """What the metadata says: ``files`` of the items, by rank, if they are not usual, and how tensors are divided."""
+
+    def __init__(self, merger: Merger, root: dict[Key, Any]) -> None:
+        self._merger = merger
+        version, world = root.get("version", "1.0"), root["world_size"]
+        self.world = world if type(world) is int and 0 < world <= MAX_WORLD else 0
+        self.files: dict[str, dict[int, str]] = {}
+        self._tensors: dict[str, dict[tuple[Key, ...], object]] = {}
+        self._seen: dict[int, dict[int, int]] = {}
+        self._budget = _MAX_ENTRIES
+        self._wrong = ""
+        if version not in _VERSIONS:
+            self._wrong = f"{_METADATA} has version {short(version)[:20]}; 1.0 and 2.0 are known"
+            return
+        try:
+            (self._add_paths if version == "1.0" else self._add_items)(root)
+        except UnmergedError as error:
+            self._wrong = str(error)
+
+    def _add_items(self, root: dict[Key, Any]) -> None:
+        """Add what version 2.0 says, item by item."""
+        for item, node in self._table(root["metadata"]).items():
+            fields = self._table(node)
+            described = self._table(fields.get("nested_path_to_metadata"))
+            self._tensors[str(item)] = {_path(path): groups for path, groups in described.items()}
+            for rank, layout in self._table(fields.get("rank_to_layout_info")).items():
+                self._add_file(str(item), rank, layout)
+
+    def _add_paths(self, root: dict[Key, Any]) -> None:
+        """Add what version 1.0 says, path by path."""
+        for path, groups in self._table(root["metadata"]).items():
+            item, *inner = _path(path) or ("",)
+            self._tensors.setdefault(str(item), {})[tuple(inner)] = groups
+        for rank, mapping in self._table(root.get("rank_to_layout_info_mappings")).items():
+            for item, layout in self._table(mapping).items():
+                if item in self._tensors:
+                    self._add_file(str(item), rank, layout)
+
+    def _add_file(self, item: str, rank: Key, layout: object) -> None:
+        files, merger = self.files.setdefault(item, {}), self._merger
+        path = self._table(layout).get("file_path")
+        file = relative_path(path)
+        if path is not None and not file:
+            merger.note("dcp-path-outside", f"{short(path)[:200]!r} was not opened", _METADATA)
+        elif file and str(rank).isdecimal() and merger.listing.folder.kind(merger.listing.prefix + file):
+            files[int(rank)] = file
+
+    def _table(self, node: object) -> dict[Key, Any]:
+        """The entries of a dictionary with keys that are strings or integers; empty for anything else."""
+        items = node.items if type(node) is Dict else []
+        self._budget -= len(items) + 1
+        if self._budget < 0:
+            raise UnmergedError(f"{_METADATA} is too large")
+        return {key: value for value, key, _ in last_pairs(items) if type(key) in (str, int)}
+
+    def adapt(self, name: RankName, file: RankFile) -> RankFile:
+        """A file of a rank, in which tensors that say nothing about themselves are the pieces that they are."""
+        if self._wrong:
+            raise UnmergedError(self._wrong)
+        tensors: dict[tuple[Key, ...], Tensor] = {}
+        described = self._tensors.get(name.family, {})
+        flat = {".".join(map(str, path)): path for path in described} if not file.checkpoint.pickles else {}
+        for old, tensor in file.tensors.items():
+            path = flat.get(str(old[0]), old) if flat else old
+            groups = described.get(path)
+            tensors[path] = tensor if groups is None else self._divided(tensor, path, groups, name.rank)
+        return file._replace(tensors=tensors)
+
+    def _divided(self, tensor: Tensor, path: tuple[Key, ...], groups: object, rank: int) -> Tensor:
+        """What a rank has of a tensor; ``UnmergedError`` if that is not what the metadata says."""
+        name = "/".join(map(str, path))
+        fields = next(
+            (each for each in map(self._table, list_of(groups)) if rank in self._places(each.get("ranks"))), {}
+        )
+        packed = self._table(fields.get("sharding_metadata"))
+        data = self._table(packed.get("data"))
+        shape = size_of(data.get("global_shape"))
+        known = packed.get("type") == "DTensorShardingMetadata"  # a program may have others of its own
+        boxes = self._boxes(shape, data, rank) if known and shape is not None else None
+        if boxes is None or shape is None:
+            raise UnmergedError(f"how {name} is divided among the ranks is not clear")
+        divided = tensor.is_sharded or tensor.cls in ("DTensor", "ShardedTensor")  # it says so itself
+        wanted = shape if divided else hull(inner for _, inner in boxes)
+        if tensor.shape != wanted or data.get("dtype") != f"torch.{tensor.dtype}":
+            told = f"{str(data.get('dtype')).removeprefix('torch.')[:20]} {list(wanted)}"
+            here = f"{tensor.dtype} {list(tensor.shape)}"
+            self._merger.note("ranks-differ", f"{name} is {here} on rank {rank}, where {_METADATA} says {told}")
+            raise UnmergedError("the files do not belong together")
+        if divided or (len(boxes) == 1 and boxes[0][0].shape == shape):
+            return tensor
+        return tensor._replace(
+            shape=shape,
+            stride=contiguous(shape),
+            kind="sharded",
+            storage=None,
+            parts=tuple(cut_out(tensor, boxes, path)),
+        )
+
+    def _places(self, node: object) -> dict[int, int]:
+        """Ranks, each with its place among them; the same tuple is used by many tensors."""
+        if id(node) not in self._seen:
+            self._seen[id(node)] = {rank: at for at, rank in enumerate(list_of(node)) if type(rank) is int}
+        return self._seen[id(node)]
+
+    def _boxes(self, shape: tuple[int, ...], data: dict[Key, Any], rank: int) -> list[tuple[Box, Box]] | None:
+        """The boxes of a DTensor that a rank has; ``None`` if that is not clear."""
+        mesh = self._table(data.get("mesh_spec"))
+        sizes, place = size_of(mesh.get("mesh_shape")), self._places(mesh.get("mesh_data")).get(rank)
+        placements = [self._table(each) for each in list_of(data.get("placements"))]
+        if sizes is None or place is None or len(placements) != len(sizes) or not place < prod(sizes):
+            return None
+        splits: list[Split] = []
+        for size, placement in zip(reversed(sizes), reversed(placements), strict=True):
+            place, at = divmod(place, size)
+            dim, factor = placement.get("dim"), placement.get("split_factor", 1)
+            if placement.get("type") == "Replicate":
+                continue
+            if (
+                placement.get("type") not in ("Shard", "StridedShard")
+                or type(dim) is not int
+                or type(factor) is not int
+            ):
+                return None
+            if not 0 <= dim < len(shape) or not 0 < factor <= MAX_BOXES:
+                return None
+            splits.insert(0, Split(dim, size, at, factor))
+        try:
+            return shards(shape, splits)
+        except LookupError:
+            return None
+
+
+def _path(text: object) -> tuple[Key, ...]:
+    """A path in an item, which is JSON; empty if it is none."""
+    try:
+        path = json.loads(text) if type(text) is str else None
+    except (ValueError, RecursionError):
+        return ()
+    return tuple(path) if type(path) is list and all(type(step) in (str, int) for step in path) else ()
