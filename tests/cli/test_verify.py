@@ -241,3 +241,19 @@ def test_differences_are_shown_in_a_narrow_terminal(
     output = " ".join(capsys.readouterr().out.split())
     assert f"changed {name} sha256 " in output
     assert "…, was " in output
+
+
+def test_a_directory_is_one_object_whatever_is_beside_the_checkpoint(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(data / "rank-files" / "torch-2.13-ranks-2" / "fsdp2", folder)
+    for beside in ([], ["other.pt"]):
+        for name in beside:
+            shutil.copyfile(data / "h200" / "mixed_cpu_cuda.pt", folder / name)
+        for command in ("verify", "check"):
+            main([command, "--json", str(folder)])
+            document = json.loads(capsys.readouterr().out)
+            validate(document, SCHEMA.with_name(f"{command}.schema.json"))
+            assert document["path"] == str(folder)
+            assert [each["path"] for each in document.get("beside", [])] == [str(folder / name) for name in beside]

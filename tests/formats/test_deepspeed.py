@@ -14,7 +14,7 @@ from tests.each import each, for_each
 from transload.checking import check
 from transload.contents import with_parts
 from transload.converting import convert
-from transload.errors import BrokenFileError, LoadError
+from transload.errors import BrokenFileError, ConvertError, LoadError
 from transload.loading import load
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
@@ -163,11 +163,37 @@ def test_inspect_needs_no_trust_for_what_belongs_to_a_rank(cases: Path) -> None:
     checkpoint = inspect(cases / "stage2-fp16")
     assert dict(checkpoint.facts)["ZeRO stage"] == "2"
     finding = next(finding for finding in checkpoint.findings if finding.code == "needs-trust")
-    assert finding.severity == "note"
+    assert (finding.severity, checkpoint.safety, checkpoint.ok) == ("note", "data-only", True)
     assert "does not need" in finding.title
+    assert inspect(cases / "stage1-bf16" / "universal").flavour == "universal checkpoint"
     assert checkpoint.tensor("module/embed.weight").shape == (7, 5)
     report = verify(cases / "stage2-fp16")
     assert report.ok
+
+
+def test_a_class_that_is_not_on_the_list_needs_trust_though_it_is_not_loaded(cases: Path, tmp_path: Path) -> None:
+    folder = changed(cases, "stage2-fp16", tmp_path)
+    for path in folder.glob("*optim_states.pt"):
+        data = path.read_bytes()
+        assert b"ZeroStageEnum" in data
+        path.write_bytes(data.replace(b"ZeroStageEnum", b"ZeroStageEnum".swapcase()))
+    assert inspect(folder).safety == "needs-trust"
+
+
+def test_what_is_said_of_a_folder_whose_rank_is_lost_does_not_advise_to_load_it(cases: Path, tmp_path: Path) -> None:
+    folder = changed(cases, "stage2-fp16", tmp_path)
+    next(folder.glob("*rank_1_*")).unlink()
+    prediction = inspect(folder).prediction
+    assert prediction == "torch.load fails on a directory, and transload.load refuses it: some of it is lost"
+
+
+def test_converting_one_of_the_files_says_that_the_folder_has_more(cases: Path, tmp_path: Path) -> None:
+    folder = cases / "stage2-fp16" / STEP
+    for name, to in (("a", "universal"), ("a.safetensors", "")):
+        result = convert(folder / "mp_rank_00_model_states.pt", tmp_path / name, to=to)
+        assert any("name their folder" in note for note in result.notes)
+    with pytest.raises(ConvertError, match="name the folder"):
+        convert(next(folder.glob("*rank_1_*")), tmp_path / "b", to="universal")
 
 
 @each("name", CASES)

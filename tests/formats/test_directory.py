@@ -463,7 +463,7 @@ class TestDcp:
     def test_missing_rank_file(self, dcp: Path) -> None:
         (dcp / "__0_0.distcp").unlink()
         checkpoint = read_dir(dcp)
-        assert codes(checkpoint) == ["dcp-file-missing", "dcp-piece-missing", "dcp-piece-missing"]
+        assert sorted(set(codes(checkpoint))) == ["dcp-file-missing", "dcp-object-missing", "dcp-piece-missing"]
         assert {tensor.name for tensor in checkpoint.tensors} == {"model.w", "model.b"}
         assert all(tensor.storage is None for tensor in checkpoint.tensors)
 

@@ -169,3 +169,21 @@ def test_a_name_of_distributed_tensors_elsewhere_still_needs_trust() -> None:
     body = forge.dictionary({"d": dtensor(LOCAL, (4, 2), (shard,), mesh()), "other": shard})
     checkpoint = inspect(forge.checkpoint(forge.pickled(body), {"0": bytes(16), "1": b""}))
     assert not any("needs no trust" in line for finding in checkpoint.findings for line in finding.evidence)
+
+
+def test_a_whole_rank_file_is_verified_as_the_share_it_is() -> None:
+    for path, count in ((FSDP1 / "st_rank1.pt", 10), (FSDP2 / "model_world_size_2_rank_1.pt", 31)):
+        result = transload.verify(path, hashes=True)
+        assert (result.ok, result.integrity, len(result.tensors)) == (True, "whole", count)
+        assert result.sha256
+        assert [finding.code for finding in result.findings] == ["rank-file"]
+        assert any(tensor.name.endswith("0.weight [5:10] of [10, 6]") for tensor in result.tensors)
+        evidence = result.findings[0].evidence[0]
+        assert evidence.startswith("rank 1 of 2 has a piece of ")
+        rescued = transload.rescue(path, dry_run=True)
+        assert rescued.notes == (f"one rank's share: {evidence}",)
+
+
+def test_the_folder_of_all_ranks_is_data() -> None:
+    for case in CASES:
+        assert inspect(case).safety == "data-only", case

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from tests.makers import codes
 from tests.rescuing.makers import rezipped
 
 import transload
-from transload import RescueError, UsageError, rescue
+from transload import RescueError, UsageError, inspect, rescue
 from transload.writing import to_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed warns that it is used by one process
@@ -358,6 +359,19 @@ def test_if_no_tensor_is_whole_the_report_says_how_to_keep_the_rest(
     result = rescue(tmp_path / "set", tmp_path / "new.pt", fill="nan")
     assert not any("--fill" in warning for warning in result.warnings)
     assert torch.equal(torch.load(tmp_path / "new.pt")["a"][:6], state["a"][:6])
+
+
+def test_objects_that_are_lost_with_a_rank_are_listed(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data / "dcp" / "torch-2.15.0", tmp_path / "set")
+    (tmp_path / "set" / "__1_0.distcp").unlink()
+    result = rescue(tmp_path / "set", tmp_path / "new.pt", fill="zeros")
+    assert [record.name for record in result.records] == [
+        "optim.param_groups.0.lr",
+        "optim.param_groups.0.params",
+        "epoch",
+    ]
+    assert "all tensors, with zeros in place of what is lost" in str(result)
+    assert "dcp-object-missing" in codes(inspect(tmp_path / "set"))
 
 
 @pytest.mark.parametrize("fill", ["zeros", "nan"])

@@ -114,11 +114,13 @@ def for_each(
     if arguments.json:
         from transload.render.json import error_to_dict
 
-        documents = (
+        documents = [
             error_to_dict(path, failed[place]) if place in failed else done[place].to_dict()
             for place, path in enumerate(paths)
-        )
-        write_json(documents, several=len(paths) > 1)
+        ]
+        if paths[1:] and [*arguments.paths] == paths[:1]:  # a directory, and what is beside the checkpoint in it
+            documents = [{**documents[0], "beside": documents[1:]}]
+        write_json(documents, several=len(documents) > 1)
     elif len(paths) > 1:
         show(several(results, len(paths)), arguments.color)
     elif results:

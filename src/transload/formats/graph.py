@@ -289,7 +289,7 @@ def find_tensors(root: object, table: StorageTable, *, separator: str = "/", out
         if pieces := [tensor for tensor in walk.tensors if tensor.is_sharded]:
             from transload.formats.pieces import share_words
 
-            walk.noted.add("rank-file", "", f"the share of {who if world else 'a rank'}: {share_words(pieces)}")
+            walk.noted.add("rank-file", "", f"{who if world else 'it'} has a piece of {share_words(pieces)}")
     problems = (*walk.noted.problems(), *table.noted.problems())
     users = table.users
     storages = tuple([_new(Storage, (*storage[:-1], tuple(users[key]))) for key, storage in table.storages.items()])

@@ -119,7 +119,7 @@ def share_words(tensors: Sequence[Tensor]) -> str:
     for tensor in tensors:
         boxes = [Box(part.start or (), part.shape) for part in tensor.parts if part.numel]
         pieces.append(f"{tensor.name or 'the root'} {box_words(boxes, tensor.shape)}")
-    return f"{plural(len(tensors), 'tensor')} of which it has a piece: {join_names(pieces, 3)}"
+    return f"{plural(len(tensors), 'tensor')}: {join_names(pieces, 3)}"
 
 
 def _attributes(state: object) -> Dict:

@@ -137,16 +137,18 @@ def _judge_apart(checkpoint: Checkpoint, names: Judgement, load: str) -> Judgeme
 
 def _without_unused(checkpoint: Checkpoint, names: Judgement) -> Judgement:
     """``names`` without trust for what loading a composed checkpoint does not build, such as the state of a rank."""
-    from transload.judge.safety import loaded_pickles
+    from transload.judge.safety import holds_records, loaded_pickles
 
     built = {key for pickle in loaded_pickles(checkpoint) for key in pickle.globals}
     if any((use.module, use.name) in built for use in names.globals if use.verdict not in ("data", "dangerous")):
         return names
+    # A class that is not known to hold only values may do anything in the program that the files are for.
+    known = names.as_data or holds_records(checkpoint.pickles, names)
     title = "its files ask for names that torch refuses, and transload.load does not need"
     findings = (
         replace(f, severity="note", title=title, fix=()) if f.code == "needs-trust" else f for f in names.findings
     )
-    return names._replace(findings=tuple(findings))
+    return names._replace(safety="data-only" if known else names.safety, findings=tuple(findings))
 
 
 def judge_ordinary(pickles: Iterable[Pickle]) -> Judgement | None:

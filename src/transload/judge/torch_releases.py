@@ -156,6 +156,8 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
     form = checkpoint.traits
     if form.other_loader and unreadable:
         return f"fails, and so does {form.other_loader}: the file is damaged"
+    if form.composed and unreadable:
+        return "fails on a directory, and transload.load refuses it: some of it is lost"
     if form.torch_load:
         from transload.steps import step_of
 

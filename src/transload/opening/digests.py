@@ -17,10 +17,11 @@ from transload.errors import CannotReadError, ContentError, TransloadError
 from transload.findings import Problem
 from transload.formats.record_checksums import Lost, mismatch
 from transload.frozen import NamedTuple
+from transload.geometry import Box, box_words
 from transload.io import pool
 from transload.io.checksums import fastest_crc32
 from transload.opening.damage import Key, Records, key_of
-from transload.opening.elements import Allowance, ElementReader, FileRange
+from transload.opening.elements import Allowance, ElementReader, FileRange, gaps_of
 from transload.opening.values import FLOATING, count_special
 
 _PIECE = 1 << 20
@@ -137,7 +138,7 @@ class TensorSums:
         }
         seen: dict[tuple[object, ...], _Job] = {}
         allowance = Allowance(reader.checkpoint)
-        for tensor, why in _leaves(reader.checkpoint.tensors):
+        for tensor, why in _leaves(reader.checkpoint.tensors, several=reader.checkpoint.traits.several):
             place = len(self.entries)
             dtype = f"{tensor.dtype} {tensor.kind}" if why else tensor.dtype
             self.entries.append(TensorSum(tensor.name, dtype, tensor.shape, 0 if why else tensor.nbytes, note=why))
@@ -202,13 +203,20 @@ class TensorSums:
         return bad
 
 
-def _leaves(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
-    """Tensors that have elements, with an empty note; and those that do not, with the reason."""
+def _leaves(tensors: Sequence[Tensor], *, several: bool) -> Iterator[tuple[Tensor, str]]:
+    """Tensors that have elements, with an empty note; and those that do not, with the reason.
+
+    Unless it has ``several`` files, a checkpoint may be one rank's: then the pieces count that it has.
+    """
     for tensor in tensors:
-        if tensor.is_dense or (tensor.kind == "device" and len(tensor.parts) == 1):
+        if tensor.is_sharded and not several and gaps_of(tensor, tensor.parts):  # one rank's share
+            for part in tensor.parts:
+                box = Box(part.start or (0,) * len(part.shape), part.shape)
+                yield part._replace(name=f"{tensor.name} {box_words([box], tensor.shape)}"), ""
+        elif tensor.is_dense or (tensor.kind == "device" and len(tensor.parts) == 1):
             yield tensor, ""
         elif tensor.kind == "quantized":
             yield tensor._replace(kind="strided"), ""
         else:
             yield tensor, f"it is made of {len(tensor.parts)} others" if tensor.parts else "it has no elements here"
-            yield from _leaves(tensor.parts)
+            yield from _leaves(tensor.parts, several=several)

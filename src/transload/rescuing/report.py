@@ -14,6 +14,7 @@ from transload.steps import tables
 
 Fill = Literal["zeros", "nan"]
 _ROWS = 32
+_SHORT = 36
 _NOWHERE = "headers and directory"
 _CERTAINTY = {"proven": "good", "probable": "trust", "ambiguous": "bad"}
 
@@ -130,7 +131,10 @@ def report(rescue: Rescue) -> Iterator[Block]:
             (printable(tensor.name) or '""', size(tensor.nbytes) if tensor.nbytes else "", tensor.why)
             for tensor in rescue.lost[:_ROWS]
         ]
-        yield Table(lost, right=(1,), dim=(1, 2), shrinks=(0, 2), drops=(1,), indent=14)
+        if all(len(why) <= _SHORT for _, _, why in lost):
+            yield Table(lost, right=(1,), dim=(1, 2), shrinks=(0, 2), drops=(1,), indent=14)
+        else:  # which rows are lost, which a table would truncate on a narrow terminal
+            yield from (Prose(((why, "dim"),), lead=((f"    {name}  ", ""),)) for name, _, why in lost)
         yield from _more(len(rescue.lost), "tensors")
     for record in rescue.records[:_ROWS]:
         yield row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")

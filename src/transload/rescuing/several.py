@@ -115,10 +115,12 @@ def rescue_files(
         elif partial and not fill:
             warnings.append("no tensor is whole; --fill zeros or --fill nan keeps the rows that are left")
         advice = "; rescue that file by itself first"  # which is not possible for a sequence of archives
-        unread = tuple(LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes)
+        unread = [LostRecord(name, f"this index is damaged{'' if '@' in name else advice}") for name in indexes]
+        objects = [problem for problem in checkpoint.problems if problem.code == "dcp-object-missing"]
+        unread += [LostRecord(problem.where or problem.detail, "no file has it") for problem in objects]
         done = bool(target and how != "nothing" and not dry_run)
         files = (path, target, report_path(target), checkpoint.format, checkpoint.nbytes, how, done)
-        result = Rescue(*files, tuple(outcomes), unread, tuple(repairs), fill or "", warnings=tuple(warnings))
+        result = Rescue(*files, tuple(outcomes), tuple(unread), tuple(repairs), fill or "", warnings=tuple(warnings))
         if not done:
             return result
         # 3. Convert the tensors that are left.

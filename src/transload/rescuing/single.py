@@ -93,6 +93,8 @@ def rescue_file(
                 out = compose.rebuilt(recovered, recovered.records) if recovered.records else recovered.source
                 how = "left-out" if recovered.index_rebuilt else "rebuilt"
             warnings += _warnings(checkpoint, recovered)
+            shares = (problem.detail for problem in checkpoint.problems if problem.code == "rank-file")
+            found = (*recovered.notes, *(f"one rank's share: {detail}" for detail in shares))
             # 4. Read the new file: it must have every tensor that is not lost.
             if out is not None:
                 compose.refuse_growth(out.size, recovered)
@@ -120,7 +122,7 @@ def rescue_file(
                     if report_progress is not None:
                         report_progress(count)
         file = (path or source.name, target, report_path(target), checkpoint.format, source.size, how, done)
-        return Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", recovered.notes, tuple(warnings))
+        return Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", found, tuple(warnings))
 
 
 def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack) -> tuple[Source, Recovered]:

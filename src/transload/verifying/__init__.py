@@ -27,7 +27,9 @@ from transload.verifying.report import Verification, report, several, written
 __all__ = ["Verification", "read_manifest", "refuse_target", "report", "several", "verify", "write_manifest", "written"]
 
 
-_REMARKS = frozenset({"no-checksums", "index-missing", "index-total-size", "shard-tensor-unlisted", "shard-stray"})
+_REMARKS = frozenset(
+    {"no-checksums", "index-missing", "index-total-size", "rank-file", "shard-tensor-unlisted", "shard-stray"}
+)
 
 
 def verify(

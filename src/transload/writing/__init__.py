@@ -219,7 +219,7 @@ def report(conversion: Conversion) -> Iterator[Block]:
         renamed = [(printable(old) or '""') + f" → {printable(new)}" for old, new in conversion.renamed]
         yield row("renamed", join_names(renamed, _SHOWN, 1000), "trust")
     if conversion.others:
-        yield row("not chosen", plural(conversion.others, "tensor") + " outside the key", "dim")
+        yield row("not chosen", plural(conversion.others, "other tensor"), "dim")
     yield from _omissions("lost", [omission for omission in conversion.left if omission.lost], "bad")
     yield from _omissions("left out", [omission for omission in conversion.left if not omission.lost], "")
     if conversion.leftovers:

@@ -305,7 +305,7 @@ class AtomicFolder:
         if not os.path.isdir(self.path):
             raise UsageError("the target is a file, not a directory", where=self.path, fix="Choose another name.")
         if os.listdir(self.path) and not (self._overwrite and _is_ours(self.path)):
-            fix = "Choose another name." if self._overwrite else _CHOOSE
+            fix = _CHOOSE if _is_ours(self.path) else "Choose another name: transload replaces only what it writes."
             raise UsageError("the directory already exists and is not empty", where=self.path, fix=fix)
 
     def commit(self) -> None:

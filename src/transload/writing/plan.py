@@ -530,6 +530,8 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         if len(parts) > 1 and any("optim" in part.lower() for part in parts):
             yield f"it also holds an optimizer; --key converts one part alone: {join_names(parts, _SHOWN)}"
     form = plan.checkpoint.traits
+    if plan.checkpoint.flavour == "DeepSpeed model states" and not form.several:
+        yield "it is one of the files of a checkpoint: name their folder for float32 weights and the optimizer"
     if form.program:
         yield "the program itself is not converted, only its weights"
     if plan.weights_only and plan.others:

@@ -79,7 +79,8 @@ class Universal:
         }
         if not self._weights:
             what = f"there are no weights at the top, nor below {join_names(_WEIGHTS)}"
-            raise ConvertError(what, fix="--key names what contains them; --list shows what there is.")
+            fix = "--key names what contains them; --list shows what there is.\n"
+            raise ConvertError(what, fix=f"{fix}Of a checkpoint with one file for each rank, name the folder.")
         for name in self._weights:
             del inside[name]
         self._others = inside if key else {}

@@ -163,6 +163,8 @@ def merge_items(merger: Merger) -> None:
             continue
         if name in items.values:
             merger.values.append(items.values[name]._replace(position=before + len(whole)))
+        elif name in items.listed:
+            merger.note("dcp-object-missing", "", name)
         whole += items.inside.get(name, ())
         if name not in items.listed:
             incomplete.append(name)

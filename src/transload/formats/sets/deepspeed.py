@@ -164,6 +164,8 @@ def _compose(whole: Composition, files: list[tuple[_Place, RankFile]]) -> None:
     if not models or not models.keys() >= optimizers.keys():
         raise UnmergedError("the file with the model states is missing, which lists the parameters in their order")
     universal = {} if optimizers else _universal(whole)
+    if universal:
+        whole.merger.flavour = "universal checkpoint"
     numbers = sorted(models)[:1] if universal else sorted(models)  # which are merged there
     stages = [_Stage(whole, models[mp], optimizers.get(mp, {})) for mp in numbers]
     first = stages[0]
