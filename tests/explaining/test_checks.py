@@ -14,7 +14,7 @@ from tests.diagnose.machines import cuinit_fails, healthy, install, no_torch_run
 import transload
 from transload.diagnose.report import judge_machine
 from transload.explaining import Answer, MachineCheck, files_in, remaining_steps
-from transload.machine import Machine
+from transload.machine import Machine, Resolved
 
 NO_CUDA = (
     "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False. If you"
@@ -244,3 +244,48 @@ def test_network_path_is_not_accessed() -> None:
     with mock.patch("pathlib.Path.is_file") as is_file:
         assert list(files_in(["'//host/share/model.pt' '\\\\\\\\host\\\\share\\\\model.pt'"])) == []
     assert not is_file.called
+
+
+# -- errors of Windows
+
+
+def windows_error(number: int, words: str = "找不到指定的模块。") -> str:
+    path = "C:\\env\\Lib\\site-packages\\torch\\lib\\c10.dll"
+    return f'OSError: [WinError {number}] {words} Error loading "{path}" or one of its dependencies.'
+
+
+def windows_machine(**facts: object) -> Machine:
+    machine = with_facts(without_gpu(), platform__system="Windows", torch_libraries__toolset="14.42")
+    return with_facts(machine, platform__commit_limit=24 * 10**9, platform__commit_free=8 * 10**9, **facts)
+
+
+def test_missing_dll_of_this_windows_is_named() -> None:
+    missing = windows_machine(torch_libraries__needed=(Resolved("MSVCP140.dll", needed_by="c10.dll"),))
+    (answer,) = explained(windows_error(126), missing).answers
+    assert answer.machine is not None
+    assert (answer.machine.code, answer.machine.fits) == ("W10", True)
+    assert "MSVCP140.dll, needed by c10.dll, is not found anywhere" in answer.machine.evidence
+    (other,) = explained(windows_error(1114), missing).answers  # which means something else
+    assert other.machine is not None
+    assert not other.machine.fits
+
+
+def test_each_number_has_its_own_cause() -> None:
+    for number, code in ((126, "W10"), (127, "W14"), (182, "W14"), (193, "W15"), (1114, "W11"), (1455, "W16")):
+        (answer,) = explained(windows_error(number), windows_machine()).answers
+        assert answer.causes[0] == code, number
+    text = windows_error(126).replace("c10.dll", "fbgemm.dll")
+    assert explained(text, windows_machine()).answers[0].causes[0] == "W12"
+
+
+def test_commit_limit_of_this_windows() -> None:
+    (answer,) = explained(windows_error(1455), windows_machine(torch_libraries__committed=3 * 10**9)).answers
+    assert answer.machine is not None
+    assert "8.00 GB of the commit limit of 24.0 GB are free" in answer.machine.title
+    assert "takes 3.00 GB" in answer.machine.title
+
+
+def test_text_of_windows_is_not_about_another_system() -> None:
+    (answer,) = explained(windows_error(126), without_gpu()).answers
+    assert answer.machine is not None
+    assert answer.machine.title == "the text comes from Windows: run transload doctor there"

@@ -147,6 +147,10 @@ KEYS = (
 TAG = "RuntimeError: don't know how to restore data location of torch.storage.UntypedStorage (tagged with {})"
 CARD = "X with CUDA capability sm_{} is not compatible with the current PyTorch installation."
 SECTIONS = {
+    "windows-dll/fbgemm": '[WinError 126] Modul fehlt. Error loading "C:\\torch\\lib\\fbgemm.dll" or one of its',
+    "windows-dll/function": '[WinError 127] Prozedur fehlt. Error loading "C:\\torch\\lib\\torch_python.dll" or one of its',
+    "windows-dll/start": '[WinError 1114] Start misslungen. Error loading "C:\\torch\\lib\\c10.dll" or one of its',
+    "windows-dll/processor": '[WinError 193] Keine Anwendung. Error loading "C:\\torch\\lib\\c10.dll" or one of its',
     **{
         f"not-seekable/{name}": f"'{kind}' object has no attribute 'seek'. You can only torch.load from a file that is"
         " seekable."

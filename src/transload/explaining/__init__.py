@@ -379,7 +379,12 @@ def normalised(message: str) -> str:
 
 _MOST_FINDINGS = 4
 _SAME = 60  # characters that torch's message and the text must share to be the same error
-_WITHOUT_TORCH = frozenset({"P01", "P03", "P04", "P07", "P08", "P09", "T09", "W02", "L04", "L10", "L12", "L13", "X10"})
+_WITHOUT_TORCH = frozenset(
+    (
+        *("P01", "P03", "P04", "P07", "P08", "P09", "T09", "W02", "L04", "L10", "L12", "L13", "X10"),
+        *("W10", "W11", "W12", "W13", "W14", "W15"),
+    )
+)
 """Faults that prevent torch from printing anything."""
 _LAYERS_OF_A_PYTHON = frozenset({"python", "build", "torch-libraries", "fit", "run", "extensions"})
 """The doctor's layers that differ between the Pythons of a machine."""
@@ -392,8 +397,12 @@ def _check_machine(diagnosis: Diagnosis, causes: Sequence[str], text: str) -> Ma
     of the examined one are not the cause.
     """
     from transload.diagnose.rules import BY_CODE
+    from transload.diagnose.rules.dlls import commit_lines
 
     machine, cause, fits, title = diagnosis.machine, diagnosis.cause, False, ""
+    if "[WinError " in text and machine.platform.system != "Windows":
+        title = "the text comes from Windows: run transload doctor there"
+        return MachineCheck(diagnosis.status, fits=False, title=title)
     other = _other_torch(text, {os.path.realpath(install.location) for install in machine.torch.installs or ()})
     faults = [finding for finding in diagnosis.findings if finding.severity == "error"]
     possible = [fault for fault in faults if fault.code in causes or fault.code not in _WITHOUT_TORCH]
@@ -420,6 +429,8 @@ def _check_machine(diagnosis: Diagnosis, causes: Sequence[str], text: str) -> Ma
         title = "nothing is broken on this machine now, as far as can be seen without running torch"
     elif cause is None:
         title = "there is no GPU in this machine, and nothing is broken"
+    if "W16" in causes and not fits:  # the limit was reached once, not necessarily now
+        title = ", and ".join(commit_lines(machine)) or title
     if title or cause is None:
         return MachineCheck(diagnosis.status, fits=False, title=title)
     return MachineCheck(diagnosis.status, fits, cause.code, cause.title, cause.evidence, cause.fix)

@@ -6,10 +6,10 @@ import ntpath
 import re
 
 from transload.diagnose import fixes
-from transload.diagnose.case import Case, Match, Matches, rules, torch_says
+from transload.diagnose.case import Case, Lines, Match, Matches, rules, torch_says
 from transload.diagnose.pe import RUNTIME
 from transload.diagnose.tables import numbers_of
-from transload.machine import Resolved
+from transload.machine import Machine, Resolved
 from transload.render.words import size
 from transload.steps import Steps
 
@@ -59,16 +59,22 @@ def _runtime(m: Case) -> Steps:
     return m.steps("The Visual C++ runtime", machine="arm64" if m.python.machine == "ARM64" else "x64")
 
 
+def commit_lines(machine: Machine) -> Lines:
+    """How much of the commit limit is free, and how much of it a process takes; nothing if unknown."""
+    limit, free, needs = machine.platform.commit_limit, machine.platform.commit_free, machine.torch_libraries.committed
+    return (
+        *((f"{size(free)} of the commit limit of {size(limit)} are free",) if limit >= 0 <= free else ()),
+        *((f"every process that imports this torch takes {size(needs)} of it for DLLs",) if needs >= 0 else ()),
+    )
+
+
 @rules("torch-libraries", "W16")
 def no_memory_for_dlls(m: Case) -> Matches:
     """The commit limit is reached; or torch was not run, and its DLLs alone would exceed it."""
-    complaint, platform, needs = m.complaint(r"\[WinError 1455\]"), m.platform, m.torch_libraries.committed
-    short = m.torch_not_run and 0 <= platform.commit_free < needs
-    if complaint or (short and platform.system == "Windows"):
-        free, limit = platform.commit_free, platform.commit_limit
-        room = f"{size(free)} of the commit limit of {size(limit)} are free" if limit >= 0 <= free else ""
-        takes = f"every process that imports this torch takes {size(needs)} of it for DLLs" if needs >= 0 else ""
-        yield "W16", Match((torch_says(complaint), room, takes), likely=not complaint)
+    complaint = m.complaint(r"\[WinError 1455\]")
+    short = m.torch_not_run and 0 <= m.platform.commit_free < m.torch_libraries.committed
+    if complaint or (short and m.platform.system == "Windows"):
+        yield "W16", Match((torch_says(complaint), *commit_lines(m)), likely=not complaint)
 
 
 def _possible(m: Case, *numbers: str) -> bool:
