@@ -148,7 +148,7 @@ TAG = "RuntimeError: don't know how to restore data location of torch.storage.Un
 CARD = "X with CUDA capability sm_{} is not compatible with the current PyTorch installation."
 SECTIONS = {
     "windows-dll/fbgemm": '[WinError 126] Modul fehlt. Error loading "C:\\torch\\lib\\fbgemm.dll" or one of its',
-    "windows-dll/function": '[WinError 127] Prozedur fehlt. Error loading "C:\\torch\\lib\\torch_python.dll" or one of its',
+    "windows-dll/function": '[WinError 127] Fehlt. Error loading "C:\\torch\\lib\\torch_python.dll" or one of its',
     "windows-dll/start": '[WinError 1114] Start misslungen. Error loading "C:\\torch\\lib\\c10.dll" or one of its',
     "windows-dll/processor": '[WinError 193] Keine Anwendung. Error loading "C:\\torch\\lib\\c10.dll" or one of its',
     **{
