@@ -4,6 +4,7 @@ pip commands run in a scratch environment, with wheels built from the tables of 
 commands run in bash, with a temporary folder in place of the root directory. Programs that cannot run in a test are
 replaced by stand-ins that only log their arguments, which must match ``STAND_INS``. So no test runs the programs in
 ``STAND_INS``, nor the lines for the shells in ``OTHER_SHELLS``. docs/tested-on.md names those that were run by hand.
+tests/diagnose/test_windows_commands.py tests the commands for Windows.
 """
 
 from __future__ import annotations
@@ -84,11 +85,10 @@ STAND_INS = {
 """Programs that change the machine or may not be installed, and the arguments that are valid by their manuals."""
 
 OTHER_SHELLS = re.compile(
-    r"(set -e|unsetenv|Remove-Item Env:)\s?\w+|Remove-Item -Recurse \"[^\"]+\""
-    r"|set -gx \w+ \S+|setenv \w+ \S+|\$env:\w+ = \"[^\"]*\"",
+    r"(set -e|unsetenv) \w+|set -gx \w+ \S+|setenv \w+ \S+",
     re.ASCII,
 )
-"""Commands for fish, csh and PowerShell."""
+"""Commands for fish and csh."""
 
 PIP = re.compile(r"\S*python -m pip ")
 ROOT_FOLDERS = re.compile(r"(?<![\w.$~-])/(?=(?:etc|dev|usr|var|lib|opt|sys|proc|tmp|run|\.singularity\.d)(?:/|\b))")
@@ -100,7 +100,8 @@ FILES = re.compile(r"\.(?:conf|max|1|yaml|der)$|/cmdline$|/bin/python$|/dev/(?:n
 
 def test_every_shell_command_runs(tmp_path: Path) -> None:
     programs, log = tmp_path / "bin", tmp_path / "log"
-    commands = sorted({line for fix in fixes() for line in fix.commands if not PIP.match(line)})
+    on_unix = [fix for fix in fixes() if fix.machine.platform.system != "Windows"]
+    commands = sorted({line for fix in on_unix for line in fix.commands if not PIP.match(line)})
     commands = [line for line in commands if not OTHER_SHELLS.fullmatch(line)]
     programs.mkdir()
     for name in REAL_PROGRAMS:
@@ -160,9 +161,9 @@ def test_every_rule_fires_on_some_machine() -> None:
     assert {code for code, rule in BY_CODE.items() if rule.check} - FIRED == set()
 
 
-def test_at_least_three_commands_are_for_other_shells() -> None:
+def test_some_commands_are_for_other_shells() -> None:
     lines = {line for fix in fixes() for line in fix.commands if OTHER_SHELLS.fullmatch(line)}
-    assert len(lines) >= 3
+    assert len(lines) >= 2
 
 
 def write(path: Path, text: str) -> None:

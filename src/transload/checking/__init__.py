@@ -19,7 +19,7 @@ from transload.checking.torch_says import InstalledTorch, Prediction, read_bytes
 from transload.checkpoint import Checkpoint
 from transload.devices import Device, Devices, local_rank, split
 from transload.diagnose import doctor
-from transload.diagnose.fixes import install
+from transload.diagnose.fixes import install, lines_of
 from transload.diagnose.report import Diagnosis
 from transload.diagnose.tables import cuda_text, driver_runs, numbers_of, runs_on, table
 from transload.errors import LoadError
@@ -39,7 +39,7 @@ from transload.opening import inspect
 from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
 from transload.render.words import path_text, plural, printable, size
-from transload.steps import fix_of, tables
+from transload.steps import tables
 
 __all__ = ["Check", "Compatibility", "check", "check_here", "is_cuda_compatible", "report", "several"]
 
@@ -484,7 +484,7 @@ def _findings(result: Check) -> Iterator[Finding]:
             title = f"it needs {package.missing}, which is not installed"
             if package.missing != package.name:
                 title = f"it needs {package.missing}, which this release of {package.name} does not have"
-            how = fix_of(install(machine, package.on_pypi)) if package.on_pypi else _PROJECT
+            how = lines_of(install(machine, package.on_pypi)) if package.on_pypi else _PROJECT
             yield Finding("missing-package", "error", title, (names,), how)
         elif package.problem:
             yield Finding("missing-package", "error", f"{package.name} does not load: {package.problem}", (names,))

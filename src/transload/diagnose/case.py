@@ -16,7 +16,7 @@ from transload.frozen import NamedTuple
 from transload.machine import Accelerator, Machine, PciDevice
 from transload.machine import Step as TorchStep
 from transload.render.words import plural
-from transload.steps import Step, Steps, fix_of
+from transload.steps import Step, Steps
 
 Lines = tuple[str, ...]
 
@@ -84,7 +84,20 @@ class Rule(NamedTuple):
         titles = (step.text for step in steps if isinstance(step, Step) and step.kind == "title")
         likely = "probably: " if self.likely or match.likely else ""
         words = f"{likely}{next(titles, None) or title(self.code)}"
-        return Finding(self.code, match.severity, words, tuple(filter(None, match.evidence)), fix_of(steps))
+        return Finding(self.code, match.severity, words, tuple(filter(None, match.evidence)), fixes.lines_of(steps))
+
+
+# Causes that do not exist on a system: they are about parts that it does not have.
+_ELSEWHERE = {
+    "Windows": re.compile(r"[CDJMRY]..|H0[456]|K0[1-578]|K1.|L0.|L1[23]|N0[12]|S0[1-4]|T03|U0[234589]|U1[01]|X04"),
+    "Darwin": re.compile(r"[A-EHJ-NRSUVW]..|P0[68]|T0[1-7]|X0."),
+    "Linux": re.compile(r"[WY].."),
+}
+
+
+def exists_on(system: str, code: str) -> bool:
+    """Whether a cause can exist on a system, as ``platform.system()`` names it."""
+    return not _ELSEWHERE.get(system, _ELSEWHERE["Linux"]).fullmatch(code)
 
 
 # Causes that the facts of a machine cannot show.
@@ -209,7 +222,10 @@ class Case(Machine):
         counts = any((self.env(name) or "0") != "0" for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS"))
         self.slurm_granted = counts or any(map(self.env, ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "GPU_DEVICE_ORDINAL")))
 
-        # The libcuda.so.1 that a process loads: the file that was mapped, else the one that the loader should find.
+        # The names of the driver's libraries: CUDA's, and NVML's.
+        names = ("nvcuda.dll", "nvml.dll") if fixes.on_windows(self) else ("libcuda.so.1", "libnvidia-ml.so.1")
+        self.cuda_name, self.nvml_name = names
+        # The CUDA library that a process loads: the file that was mapped, else the one that the loader should find.
         libraries, mapped = self.driver.libraries, cuda.library
         same = (library for library in libraries.cuda or () if mapped and mapped in (library.path, library.target))
         self.libcuda = next(same, libraries.libcuda)
@@ -226,12 +242,12 @@ class Case(Machine):
         cuda = self.driver.cuda
         answer = cuda.answer
         if self.no_libcuda:
-            return "the loader finds no libcuda.so.1"
+            return f"the loader finds no {self.cuda_name}"
         if answer.state in ("hung", "crashed"):
             end = f"gave no answer within {answer.seconds:.0f} s" if answer.state == "hung" else "crashed"
             return f"the CUDA driver {end}: {answer.detail}".rstrip(": ")
         if not answer.answered:
-            return f"libcuda.so.1 could not be used: {answer.detail or answer.state}"
+            return f"{self.cuda_name} could not be used: {answer.detail or answer.state}"
         if cuda.init == 0:
             return f"cuInit returned 0, and cuDeviceGetCount found {max(cuda.count, 0)} devices"
         return f"cuInit returned {cuda.init} {result('cuda', cuda.init).name}".rstrip()
@@ -250,7 +266,9 @@ class Case(Machine):
     def kernel_line(self) -> str:
         """Which kernel driver is loaded."""
         if not self.kernel.loaded:
-            return "the kernel module nvidia is not loaded"
+            return (
+                "NVIDIA's driver is not loaded" if fixes.on_windows(self) else "the kernel module nvidia is not loaded"
+            )
         flavour = f", {self.kernel.flavour} flavour" if self.kernel.flavour else ""
         return f"the loaded kernel driver is {self.kernel.version or 'of unknown version'}{flavour}"
 
@@ -303,7 +321,8 @@ class Case(Machine):
     def matches_of(self, check: Check) -> dict[str, Match]:
         """What a check finds in this case. Every check runs only once."""
         if check not in self._matches:
-            self._matches[check] = dict(check(self))
+            found, system = check(self), self.platform.system
+            self._matches[check] = {code: match for code, match in found if exists_on(system, code)}
         return self._matches[check]
 
     def matches(self, *codes: str) -> bool:

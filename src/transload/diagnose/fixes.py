@@ -5,19 +5,22 @@ Every function is pure and returns steps. Nothing is ever run; what needs root o
 
 from __future__ import annotations
 
+import ntpath
+import posixpath
 import re
+import shlex
 from collections.abc import Callable
+from itertools import groupby
 from operator import attrgetter
-from posixpath import normpath
-from shlex import quote
 from typing import Any
 
 from transload.diagnose import elf, tables
 from transload.machine import Machine
-from transload.steps import Step, Steps
+from transload.steps import Step, Steps, fix_of
 
 Names = tuple[str, ...]
 _NAME = re.compile(r"\{([\w.]+)(?: ([^}]+))?\}")
+_SYSTEMS = {"Windows": "Windows", "Darwin": "macOS"}
 
 
 def steps(machine: Machine, name: str, /, **values: object) -> Steps:
@@ -36,8 +39,9 @@ def steps(machine: Machine, name: str, /, **values: object) -> Steps:
         return attrgetter(name)(machine)
 
     advice: list[Step | str] = []
-    on_host = False
-    for kind, text, condition in tables.steps()[name]:
+    on_host, pages = False, tables.steps()
+    here = f"{name} on {_SYSTEMS.get(machine.platform.system, '')}"  # a section of its own for that system
+    for kind, text, condition in pages.get(here) or pages[name]:
         if condition and not value(condition):
             continue
         alone = _NAME.fullmatch(text) if kind == "sentence" else None
@@ -54,6 +58,62 @@ def steps(machine: Machine, name: str, /, **values: object) -> Steps:
     return tuple(advice)
 
 
+# -- the words of a command, quoted for the user's shell
+
+_AS_IT_IS = re.compile(r"[\w./:\\=+-]+")  # what PowerShell and cmd read as it is
+_QUOTES = re.compile("(['\u2018-\u201b])")  # each ends a string of PowerShell, and stands for itself if doubled
+_EITHER = re.compile("\x01([^\x01-\x03]*)\x02([^\x01-\x03]*)\x03")
+
+
+def on_windows(machine: Machine) -> bool:
+    """Whether the machine runs Windows; WSL is Linux."""
+    return machine.platform.system == "Windows"
+
+
+def _in_windows_shell(machine: Machine) -> bool:
+    """Whether the user's shell is PowerShell or cmd, and not Git's bash."""
+    return on_windows(machine) and machine.platform.shell in ("", "powershell", "cmd")
+
+
+def _either(machine: Machine, powershell: str, cmd: str) -> str:
+    """The form for the shell of Windows that is used; both, for ``lines_of`` to separate, if that is unknown."""
+    known = {"powershell": powershell, "cmd": cmd}.get(machine.platform.shell, "")
+    return known or (cmd if powershell == cmd else f"\x01{powershell}\x02{cmd}\x03")
+
+
+def quote(machine: Machine, text: str, *, program: bool = False) -> str:
+    """A word of a command. PowerShell runs a quoted ``program`` only after its call operator."""
+    if not _in_windows_shell(machine):
+        return shlex.quote(text)
+    if _AS_IT_IS.fullmatch(text):
+        return text
+    end = "\\" if text.endswith("\\") else ""  # C programs take a single backslash and the quote for a quote
+    # cmd replaces %NAME% even in quotes, but at its prompt only if there is such a variable
+    return _either(machine, f"{'& ' if program else ''}{_powershell(text + end)}", f'"{text}{end}"')
+
+
+def _powershell(text: str) -> str:
+    return "'{}'".format(_QUOTES.sub(r"\1\1", text))
+
+
+def lines_of(advice: Steps) -> tuple[str, ...]:
+    """The lines of a fix; commands that PowerShell and cmd need in different forms appear in both."""
+
+    def in_form(step: Step | str, form: str) -> Step | str:
+        if isinstance(step, str):
+            return _EITHER.sub(form, step)
+        return Step(step.kind, _EITHER.sub(form, step.text), step.condition)
+
+    out: list[Step | str] = []
+    stated = (step for step in advice if step)
+    for is_command, group in groupby(stated, lambda step: isinstance(step, Step) and step.kind == "command"):
+        part = tuple(group)
+        powershell, cmd = ([in_form(step, form) for step in part] for form in (r"\1", r"\2"))
+        both = ("In PowerShell:", *powershell, "In cmd:", *cmd)
+        out += both if is_command and powershell != cmd else powershell
+    return fix_of(tuple(out))
+
+
 # -- as root: packages, kernel modules, a reboot
 
 
@@ -65,13 +125,15 @@ def command(text: str) -> Step:
 def sudo(machine: Machine, text: str, *, host: bool = False) -> Step:
     """A command that needs root, as this user must type it; root in a container is not root on the host."""
     root = machine.platform.root and not (host and machine.surroundings.container)
-    return command(text if root else f"sudo {text}")
+    return command(text if root or on_windows(machine) else f"sudo {text}")
 
 
 def reboot(machine: Machine) -> Step | str:
     """How to reboot the machine."""
     if machine.surroundings.wsl:
         return "Then, in Windows, run 'wsl --shutdown' and open the terminal again."
+    if machine.platform.system in _SYSTEMS:
+        return f"Then restart {'Windows' if on_windows(machine) else 'the Mac'}."
     return "Then reboot the host." if machine.surroundings.container else sudo(machine, "reboot")
 
 
@@ -97,7 +159,7 @@ def install_package(machine: Machine, *words: str, again: bool = False, **more: 
 
 def write_line(machine: Machine, *lines: str, file: str, host: bool = False) -> Step:
     """Write lines into a file that belongs to root, perhaps on the host of a container."""
-    text = " ".join(map(quote, lines))
+    text = " ".join(map(shlex.quote, lines))
     write = f"echo {text}" if len(lines) == 1 else f"printf '%s\\n' {text}"
     return command(f"{write} | {sudo(machine, f'tee {file}', host=host).text}")
 
@@ -122,45 +184,71 @@ def modprobe_option(machine: Machine, line: str, file: str) -> Steps:
 def smi(machine: Machine) -> str:
     """The name of nvidia-smi, with its folder if that may not be on PATH."""
     path = machine.driver.libraries.smi
-    return "nvidia-smi" if path.startswith(("/usr/bin/", "/usr/local/bin/", "/bin/")) or not path else quote(path)
+    usual = path.startswith(("/usr/bin/", "/usr/local/bin/", "/bin/")) or "\\system32\\" in path.lower()
+    return "nvidia-smi" if usual or not path else quote(machine, path, program=True)
+
+
+def folder_of(machine: Machine, path: str) -> str:
+    """The folder of a path of that machine."""
+    return ntpath.dirname(path) if on_windows(machine) else posixpath.dirname(path)
+
+
+def inside(machine: Machine, folder: str) -> str:
+    """The folder with the separator that follows it in a path of that machine."""
+    return f"{folder}\\" if on_windows(machine) else f"{folder}/"
+
+
+def in_site_packages(folder: str) -> bool:
+    """Whether a folder is one that installers write to."""
+    return folder.endswith(("site-packages", "dist-packages"))
 
 
 def delete(machine: Machine, *paths: str) -> Steps:
     """Delete the user's files or folders."""
-    windows = machine.platform.system == "Windows"
-    return tuple(command(f'Remove-Item -Recurse "{path}"' if windows else f"rm -r {quote(path)}") for path in paths)
+
+    def line(path: str) -> str:
+        if not _in_windows_shell(machine):
+            return f"rm -r {shlex.quote(path)}"
+        remove = "del" if path.endswith(".py") else "rmdir /s /q"
+        return _either(machine, f"Remove-Item -Recurse -LiteralPath {_powershell(path)}", f'{remove} "{path}"')
+
+    return tuple(command(line(path)) for path in paths)
 
 
 # -- environment variables, and where they are set
 
 
 _CSH = ("unsetenv {name}", "setenv {name} {quoted}")
-_POWERSHELL = ("Remove-Item Env:{name}", '$env:{name} = "{value}"')
 _SHELLS = {"fish": ("set -e {name}", "set -gx {name} {quoted}"), "csh": _CSH, "tcsh": _CSH}
 """How shells other than bash unset a variable, and set one."""
-
-
-def _shell(machine: Machine) -> tuple[str, str] | None:
-    default = _POWERSHELL if machine.platform.system == "Windows" else None
-    return _SHELLS.get(machine.platform.shell, default)
+_USER, _MACHINE = "HKCU\\Environment", "HKLM\\SYSTEM\\CurrentControlSet\\Control\\Session Manager\\Environment"
 
 
 def unset(machine: Machine, *names: str) -> Steps:
     """Unset variables in this shell, and where they are set."""
-    shell = _shell(machine)
-    unsets = "; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"
-    return (command(unsets), *_make_permanent(machine, names, "remove"))
+    shell = _SHELLS.get(machine.platform.shell)
+    unsets = ["; ".join(shell[0].format(name=name) for name in names) if shell else f"unset {' '.join(names)}"]
+    if _in_windows_shell(machine):
+        unsets = [_either(machine, f"Remove-Item Env:{name}", f"set {name}=") for name in names]
+    return (*map(command, unsets), *_make_permanent(machine, names, "remove"))
 
 
 def set_variable(machine: Machine, name: str, value: str) -> Steps:
-    """Set a variable in this shell."""
-    shell = _shell(machine) or ("", "export {name}={quoted}")
-    sets = shell[1].format(name=name, value=value, quoted=quote(value))
-    return (command(sets), *_make_permanent(machine, (name,), "change"))
+    """Set a variable in this shell, and where it is set."""
+    shell = _SHELLS.get(machine.platform.shell) or ("", "export {name}={quoted}")
+    sets = shell[1].format(name=name, quoted=shlex.quote(value))
+    if _in_windows_shell(machine):
+        sets = _either(machine, f"$env:{name} = {_powershell(value)}", f'set "{name}={value}"')
+    return (command(sets), *_make_permanent(machine, (name,), "change", value))
 
 
 def drop_folder(machine: Machine, variable: str, folder: str) -> Steps:
     """Remove a folder from a search path."""
+    if on_windows(machine) and variable.upper() == "PATH":
+        # Its value here is that of the machine and of the user together, so it must not be set for good.
+        kept = f"($env:Path -split ';' | Where-Object {{ $_.TrimEnd('\\') -ne {_powershell(folder)} }}) -join ';'"
+        drop = _either(machine, f"$env:Path = {kept}", f'set "PATH=%PATH:{folder};=%"')
+        return steps(machine, "A folder of PATH", drop=command(drop), folder=folder)
     rest = _separator(machine).join(path for path in elements(machine, variable) if not _leads_to(path, folder))
     return set_variable(machine, variable, rest) if rest.strip(":;") else unset(machine, variable)
 
@@ -177,12 +265,14 @@ def elements(machine: Machine, variable: str) -> Names:
 
 
 def _separator(machine: Machine) -> str:
-    return ";" if machine.platform.system == "Windows" else ":"
+    return ";" if on_windows(machine) else ":"
 
 
 def _leads_to(element: str, folder: str) -> bool:
     """Whether an element of a search path names a folder; a relative one does if the folder's path ends with it."""
-    plain, wanted = normpath(element) if element else "", normpath(folder)
+    if ":" in folder or "\\" in folder:  # of Windows
+        return bool(element) and ntpath.normcase(ntpath.normpath(element)) == ntpath.normcase(ntpath.normpath(folder))
+    plain, wanted = posixpath.normpath(element) if element else "", posixpath.normpath(folder)
     absolute = plain.startswith(("/", "..")) or plain in ("", ".")
     return plain == wanted if absolute else wanted.endswith(f"/{plain}")
 
@@ -194,14 +284,36 @@ def drop_library(machine: Machine, path: str, via: str) -> Steps:
     return unset(machine, via) if via == "LD_PRELOAD" else ()
 
 
-def _make_permanent(machine: Machine, names: Names, verb: str) -> Steps:
+def _make_permanent(machine: Machine, names: Names, verb: str, value: str | None = None) -> Steps:
+    if on_windows(machine):
+        return _in_registry(machine, names, verb, value)
     places = ((name, machine.variables.origins.get(name)) for name in names)
     set_in = [f"{name} where it is set: {', '.join(where)}" for name, where in places if where]
     if set_in or not any(name in machine.variables.values for name in names):
         return tuple(f"To make it permanent, change {place}" for place in set_in)
     around = machine.surroundings
     kind = "service" if around.service else "container" if around.container else "program"
-    return steps(machine, f"Permanently: {kind}", verb=verb, service=quote(around.service))
+    return steps(machine, f"Permanently: {kind}", verb=verb, service=shlex.quote(around.service))
+
+
+def _in_registry(machine: Machine, names: Names, verb: str, value: str | None) -> Steps:
+    """Remove variables, or set them to a value, where Windows keeps those of the user and of the machine."""
+    of_user: list[Step] = []
+    of_machine: list[Step] = []
+    elsewhere: list[str] = []
+    for name, key in ((name, key) for name in names for key in machine.variables.origins.get(name, ())):
+        for whose, root, option, found in (("User", _USER, "", of_user), ("Machine", _MACHINE, " /M", of_machine)):
+            if key.startswith(root[:4]):
+                new = "$null" if value is None else _powershell(value)
+                powershell = f"[Environment]::SetEnvironmentVariable('{name}', {new}, '{whose}')"
+                cmd = f'reg delete "{root}" /v {name} /f' if value is None else f'setx {name} "{value}"{option}'
+                found.append(command(_either(machine, powershell, cmd)))
+        if not key.startswith(("HKCU", "HKLM")):
+            elsewhere.append(key)
+    if not (of_user or of_machine or elsewhere) and any(name in machine.variables.values for name in names):
+        elsewhere = ["PowerShell's profile, the IDE, the launch script"]
+    places = {"of_user": tuple(of_user), "of_machine": tuple(of_machine), "places": ", ".join(elsewhere)}
+    return steps(machine, "Permanently: Windows", verb=verb, **places)
 
 
 def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Steps:
@@ -265,9 +377,9 @@ def install_driver(machine: Machine, *, at_least: int = 0, exactly: int = 0) -> 
     kept, dropped = map(" and ".join, generations)
     least, closed = max(at_least, first), open_module is False
     which = f" of branch {branch}" if branch else f" of branch {least} or newer" if least else ""
-    if open_module is not None:
+    if open_module is not None and not on_windows(machine):
         which += f" with the {'open' if open_module else 'proprietary'} kernel module"
-    if machine.surroundings.wsl or machine.platform.system == "Windows":
+    if machine.surroundings.wsl or on_windows(machine):
         name = "The driver of WSL" if machine.surroundings.wsl else "The driver of Windows"
         return steps(machine, name, which=which if at_least or exactly else "")
     if 0 < branch < at_least:
@@ -377,9 +489,9 @@ def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) ->
 def reinstall(machine: Machine, *, gpu: bool | None) -> Steps:
     """Install torch again, with everything it needs: the same release, in the build for this machine."""
     first = machine.torch.first
-    folder = first.location.rpartition("/")[0] if first else ""
+    folder = folder_of(machine, first.location) if first else ""
     on_path = folder and in_search_path(machine, "PYTHONPATH", folder)
-    if on_path and not folder.endswith(("/site-packages", "/dist-packages")):
+    if on_path and not in_site_packages(folder):
         others = len(machine.torch.installs or ()) > 1
         here = () if others else install_torch(machine, gpu=gpu)
         return steps(machine, "PYTHONPATH", drop=drop_folder(machine, "PYTHONPATH", folder), install=here)
@@ -413,8 +525,10 @@ def jetson_torch(machine: Machine) -> Steps:
 def _by_tool(machine: Machine, action: str, tool: str, *names: str, force: bool = False, **values: object) -> Steps:
     """The section of ``steps.md`` for an action with a tool for Python packages."""
     python = machine.python
-    values |= {"python": quote(python.executable or "python"), "no_pip": not python.pip, "names": " ".join(names)}
-    values["prefix"] = f" -p {quote(python.prefix)}" if python.prefix else ""
+    executable = python.executable or "python"
+    values |= {"python": quote(machine, executable, program=True), "interpreter": quote(machine, executable)}
+    values |= {"no_pip": not python.pip, "names": " ".join(names)}
+    values["prefix"] = f" -p {quote(machine, python.prefix)}" if python.prefix else ""
     values["again"] = " --force-reinstall" if force and tool != "uv" else " --reinstall" if force else ""
     return steps(machine, f"{action}: {tool}", **values)
 
@@ -440,7 +554,7 @@ def install(machine: Machine, *requirements: str, index: str = "", force: bool =
     tool, project = _tools(machine)
     if tool in CONDAS and not re.search(r"rocm|xpu|simple", index) and (names := _conda_names(requirements)):
         return conda(machine, *names, force=force)
-    wanted = [*map(quote, requirements), *(("--index-url", index) if index else ())]
+    wanted = [*(quote(machine, text) for text in requirements), *(("--index-url", index) if index else ())]
     plain = not any(text.startswith("-") for text in wanted)  # options of pip, which a project's tool lacks
     if project and plain and not force:
         return (command(f"{project} add {' '.join(wanted)}"),)

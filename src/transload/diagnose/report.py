@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal
 
 from transload.diagnose.case import LAYERS, Case, Rule
-from transload.diagnose.fixes import in_search_path
+from transload.diagnose.fixes import folder_of, in_search_path, on_windows
 from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, parts, result, table, word_lists
 from transload.findings import Finding
@@ -183,6 +183,7 @@ def report(diagnosis: Diagnosis) -> Iterator[Block]:
     unknown = [f"{probe}: {why}" for probe, why in machine.problems.items()]
     log = machine.kernel.log
     unsure = cause is not None and (cause.title.startswith("probably: ") or BY_CODE[cause.code].symptom)
+    unsure = unsure and machine.platform.system == "Linux"  # others have no such log
     if cause is not None and isinstance(log, Unknown) and unsure and log.reason not in " ".join(cause.evidence):
         unknown.append(f"the kernel log: {log.reason}")
     if unknown:
@@ -358,7 +359,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
             (kind == "compat", "ok", f"{path}, from a compat directory"),
             (libcuda or path, "ok", path),
             (unread, "unknown", unread),
-            (True, "broken", "libcuda.so.1 is not found"),
+            (True, "broken", f"{'nvcuda.dll' if on_windows(machine) else 'libcuda.so.1'} is not found"),
         )
         seen["driver"] = _first(
             (cuda.works, "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"),
@@ -367,7 +368,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
             (True, "broken", "starts, but has no GPU for this process"),
         )
 
-    through = first is not None and in_search_path(machine, "PYTHONPATH", first.location.rpartition("/")[0])
+    through = first is not None and in_search_path(machine, "PYTHONPATH", folder_of(machine, first.location))
     hiding = torch.shadow_via == "PYTHONPATH"
     deciding = word_lists()["Variables that can break CUDA or torch"]
     seldom = _SELDOM - {"PYTHONPATH"} if hiding or through else _SELDOM

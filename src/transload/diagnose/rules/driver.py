@@ -255,16 +255,19 @@ _VERSION_MISMATCH = 18  # of NVML
 _NO_JIT = 221
 
 
-def _library_line(lib: Library | None) -> str:
-    """Which libcuda.so.1 a process gets, and how the loader finds it."""
+def _library_line(m: Case, lib: Library | None) -> str:
+    """Which CUDA library a process gets, and how the loader finds it."""
     if lib is None:
         return ""
     leads = f" → {lib.target}" if lib.target and lib.target != lib.path else ""
-    return f"libcuda.so.1 is {lib.path}{leads}, found through {lib.via or 'the loader'}"
+    return f"{m.cuda_name} is {lib.path}{leads}, found through {lib.via or 'the loader'}"
 
 
 def _drop_library(m: Case, lib: Library) -> Steps:
-    folder = dirname(lib.path)
+    folder = fixes.folder_of(m, lib.path)
+    if fixes.on_windows(m):
+        by_path = fixes.drop_folder(m, "PATH", folder) if lib.via.startswith("PATH") else ()
+        return by_path or m.steps("Remove a library", path=lib.path)
     essential = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # for every program
     if drop := fixes.drop_library(m, lib.path, lib.via):
         return drop
@@ -318,7 +321,7 @@ def wrong_library(m: Case) -> Matches:
     if not m.driver_fails or m.no_gpu or m.withheld:
         return
     lib, kernel, answer = m.libcuda, m.kernel.version, m.driver.cuda.answer
-    kind, line = lib.kind if lib else "", _library_line(lib)
+    kind, line = lib.kind if lib else "", _library_line(m, lib)
     # evidence that dropping this library leaves a good one
     others = (other for other in m.driver.libraries.cuda or () if other != lib and other.kind in ("driver", "wsl"))
     better = next((f"the driver's own is {library.path}" for library in others if lib and not library.problem), "")
@@ -371,7 +374,8 @@ def wrong_library(m: Case) -> Matches:
         else:
             fix = _packages(m, again=True) if lib and has_driver else fixes.install_driver(m)
             fix = (*drop, *fix) if lib else fix
-        yield "U13", Match((line, problem, m.driver_result_line, m.works_without_line, better), fix)
+        evidence = (line, problem, m.driver_result_line, m.works_without_line, better)
+        yield "U13", Match(evidence, fix)
     elif lib and freed and lib.via == "LD_LIBRARY_PATH" and not (stub or compat):
         yield "U13", Match((line, m.driver_result_line, m.works_without_line), m.steps("U13", drop=drop))
 
@@ -383,13 +387,14 @@ def not_found(m: Case) -> Matches:
     errors = " ".join(step.error for step in m.torch_run.steps)
     failed = "PTX JIT compiler library not found" in errors or m.driver_result == _NO_JIT
     gone = m.driver.libraries.ptx_compiler == () and m.driver.cuda.works and not m.hardware.tegra
-    if failed or (gone and not m.surroundings.wsl):
+    gone = gone and not (m.surroundings.wsl or fixes.on_windows(m))  # there it is part of another library
+    if failed or gone:
         nowhere = "libnvidia-ptxjitcompiler.so.1 is not found" if gone else ""
         died = "CUDA returned 221: PTX JIT compiler library not found" if failed else ""
         yield "U07", Match((nowhere, died), _packages(m), severity="error" if failed else "note")
     no_nvml = m.driver.nvml.answer.state == "no-library" and not m.driver.libraries.nvml
     if m.cuda_works and no_nvml and not (m.surroundings.wsl or m.hardware.tegra):
-        missing = "libnvidia-ml.so.1 is not found: nvidia-smi and tools that use NVML do not work"
+        missing = f"{m.nvml_name} is not found: nvidia-smi and tools that use NVML do not work"
         yield "U06", Match((missing, "CUDA works"), m.steps("U06 NVML", packages=_packages(m)), "note")
     if not m.no_libcuda or not m.driver_broken or m.no_gpu or m.surroundings.wsl or m.withheld:
         return
@@ -402,13 +407,15 @@ def not_found(m: Case) -> Matches:
     elif m.kernel.loaded and (not m.surroundings.container or m.nodes.at(CONTROL).exists):
         fix = m.steps("U06", none=not m.driver.libraries.nvml, packages=_packages(m))
         loaded = f"the kernel driver {m.kernel.version} is loaded".replace("  ", " ")
-        yield "U06", Match((loaded, "libcuda.so.1 is not found", m.nvml_result_line), fix)
+        yield "U06", Match((loaded, f"{m.cuda_name} is not found", m.nvml_result_line), fix)
 
 
 def _packages(m: Case, *, again: bool = False) -> Steps:
     """Install the driver's libraries, or reinstall them if files of an installed package are missing."""
     if m.surroundings.container:
         return ("The container runtime provides the libraries:", *fixes.start_with_gpu(m))
+    if fixes.on_windows(m):
+        return fixes.install_driver(m)
     branch = next(iter(numbers_of(m.kernel.version)), "BRANCH")
     debian = fixes.family(m) == "debian"
     apt = "libcuda1 libnvidia-ml1" if debian else f"libnvidia-compute-{branch} nvidia-utils-{branch}"
@@ -555,7 +562,7 @@ def no_start(m: Case) -> Matches:
         evidence = (m.driver_result_line if cuda else "", too, *stuck)
         if cuda and (lib := m.libcuda) and lib.via.startswith("LD_"):
             fix = m.steps("X02 library", path=lib.path, drop=_drop_library(m, lib))
-            yield "X02", Match((_library_line(lib), *evidence), fix)
+            yield "X02", Match((_library_line(m, lib), *evidence), fix)
         else:
             sleeps = "nvidia-persistenced" not in m.kernel.daemons and not m.surroundings.container
             yield "X02", Match(evidence, m.steps("X02", sleeps=sleeps), "warning" if m.cuda_works else "error")
@@ -586,13 +593,15 @@ def unexplained(m: Case) -> Matches:
     sound = m.nodes.found and m.card_nodes and all(node.exists and not node.error for node in needed)
     unread = kernel.log.reason if isinstance(kernel.log, Unknown) else ""
     evidence = (
-        _library_line(crashed),
+        _library_line(m, crashed),
         m.driver_result_line,
         f"CUDA describes it as: {meaning}" if meaning else "",
         # what was examined and is in order
         f"the kernel driver is loaded ({kernel.version or 'version unknown'})" if kernel.loaded else "",
         "the device nodes exist and can be opened" if sound else "",
-        "libcuda.so.1 has the kernel driver's version" if lib and lib.version and lib.version == kernel.version else "",
+        f"{m.cuda_name} has the kernel driver's version"
+        if lib and lib.version and lib.version == kernel.version
+        else "",
         m.nvml_result_line if m.driver.nvml.answer.state != "unasked" else "",
         # what could not be examined and might have explained it
         f"the kernel log could not be read: {unread}" if unread not in ("", "not asked") else "",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from posixpath import dirname
-from shlex import quote
 
 from transload.diagnose import fixes, tables
 from transload.diagnose.case import Case, Lines, Match, Matches, rules, torch_says
@@ -48,8 +47,8 @@ def shadowed_torch(m: Case) -> Matches:
     shadow, via, run = m.torch.shadow, m.torch.shadow_via, m.torch_run
     if not shadow or (m.torch_imported and run.version and run.file != shadow):
         return
-    folder, through = dirname(shadow), f", through {via}" if via else ""
-    if folder.endswith(("/site-packages", "/dist-packages")):
+    folder, through = fixes.folder_of(m, shadow), f", through {via}" if via else ""
+    if fixes.in_site_packages(folder):
         fix = m.steps("P03 incomplete", delete=fixes.delete(m, shadow))
     elif via == "PYTHONPATH":
         fix = m.steps("P03 path", drop=fixes.drop_folder(m, via, folder))
@@ -102,11 +101,11 @@ def two_torches(m: Case) -> Matches:
     versions = (install.version or install.dist_version or "of unknown version" for install in installs)
     imported, *hidden = (f"{at.location}: torch {version}" for at, version in zip(installs, versions, strict=True))
     evidence = (f"import torch finds {imported}", *(f"it hides {name}" for name in hidden))
-    fix = m.steps("P02")
+    fix, folder = m.steps("P02"), fixes.folder_of(m, first.location)
     if m.python.user_site and first.location.startswith(m.python.user_site):
         fix = m.steps("P02 user")
-    elif fixes.in_search_path(m, "PYTHONPATH", dirname(first.location)):  # pip removes nothing there
-        fix = fixes.drop_folder(m, "PYTHONPATH", dirname(first.location))
+    elif fixes.in_search_path(m, "PYTHONPATH", folder):  # pip removes nothing there
+        fix = fixes.drop_folder(m, "PYTHONPATH", folder)
     if first.cpu_only and any(other.cuda for other in installs[1:]) and m.has_nvidia:
         yield "P02", Match(evidence, fix)
     else:
@@ -152,7 +151,7 @@ def cpu_build(m: Case) -> Matches:
     first, tegra = m.torch.first, m.hardware.tegra
     if first is None or not first.cpu_only or not m.has_nvidia or m.torch_computes:
         return
-    built = f"{first.location}/version.py says {first.version}: built without CUDA"
+    built = f"{fixes.inside(m, first.location)}version.py says {first.version}: built without CUDA"
     if m.withheld:
         yield "T01", Match((built,), m.steps("T01 withheld"), "note")
         return
@@ -207,7 +206,7 @@ def other_build(m: Case) -> Matches:
     if foreign and m.has_nvidia and not (rivals or run.available or run.backends):
         kind = f"ROCm {first.hip}" if first.hip else "Intel's XPU"
         gpus = tuple(map(str, m.cards[:4])) or ("the GPU is NVIDIA's",)
-        built = f"{first.location}/version.py says {first.version}: built for {kind}"
+        built = f"{fixes.inside(m, first.location)}version.py says {first.version}: built for {kind}"
         yield "T06", Match((built, *gpus))
 
     amd, intel = m.usable("rocm"), [] if first.xpu or "xpu" in run.backends else m.usable("xpu")
@@ -467,7 +466,7 @@ def driver_and_cards(m: Case) -> Matches:
         named = tables.cuda_text(int(too_old[1]))
         evidence: Lines = (
             f"torch calls a driver for CUDA {named} too old, but was built with CUDA {torch_cuda}",
-            *(f"libcuda.so.1 is {path}" for path in loaded if path),
+            *(f"{m.cuda_name} is {path}" for path in loaded if path),
             preload,
         )
         yield "V05", Match(evidence, remove or None)
@@ -700,7 +699,7 @@ def torch_ends(m: Case) -> Matches:
         title = Step("title", f"torch {'hangs' if hung else 'crashes'}{f' in {step.name}' if step else ''}")
         if cuda.answer.state == "crashed" and step and step.name != "import":
             # torch is not the reason, so reinstalling it does not help
-            where = f"libcuda.so.1 is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
+            where = f"{m.cuda_name} is {lib.path}{f', found through {lib.via}' if lib.via else ''}" if lib else ""
             fix = m.steps("X11 driver")
             if lib and (drop := fixes.drop_library(m, lib.path, lib.via)):
                 fix = m.steps("X11 library", path=lib.path, drop=drop)
@@ -736,9 +735,18 @@ def torch_without_gpu(m: Case) -> Matches:
             torch_says(error if start else m.complaint(r"CUDA")),
             *(f"torch loaded {path}, but the driver's library is {cuda.library}" for path in other),
         )
-        yield "X09", Match(evidence, m.steps("X09", unset=unset, python=quote(m.python.executable or "python")))
+        yield (
+            "X09",
+            Match(
+                evidence,
+                m.steps("X09", unset=unset, python=fixes.quote(m, m.python.executable or "python", program=True)),
+            ),
+        )
     elif run.hip and run.available is False and m.usable("rocm"):
-        yield "X09", Match(("/dev/kfd has a GPU", torch_says(error)), m.steps("X09 rocm"))
+        yield (
+            "X09",
+            Match((f"AMD's driver has a GPU: {m.usable('rocm')[0].name}", torch_says(error)), m.steps("X09 rocm")),
+        )
 
 
 @rules("run", "X12", symptom=True)

@@ -7,6 +7,7 @@ it is in docs/doctor/CODE.md.
 from __future__ import annotations
 
 import re
+import sys
 from bisect import bisect
 from collections.abc import Iterable, Iterator
 from functools import cache, lru_cache, partial
@@ -70,9 +71,14 @@ def numbers_of(text: str) -> Version:
 _MARKUP = r"`([^`]*)`|\\([\\*_<\[`])|&(lt);|\[([^\]]*)\]\([^)]*\)|<(https?://[^>]*)>"
 
 
-def page(code: str) -> str:
-    """The Markdown of a cause's page."""
-    return manual_page(f"doctor/{code}")
+def page(code: str, platform: str = sys.platform) -> str:
+    """The Markdown of a cause's page. On Windows, a section that ends with its name replaces the general one."""
+    head, *others = manual_page(f"doctor/{code}").split("\n## ")
+    sections = {heading: text for heading, _, text in (part.partition("\n") for part in others)}
+    text, fix = sections.pop("On Windows", ""), sections.pop("Fix on Windows", "")
+    if text and platform == "win32":
+        head, sections["Fix"] = "\n\n".join((*head.split("\n\n")[:2], text.strip("\n"), "")), fix
+    return "\n## ".join((head, *(f"{heading}\n{text}" for heading, text in sections.items())))
 
 
 @cache
