@@ -62,6 +62,7 @@ class Platform(Plain):
     # On Windows: bytes of memory and page file together, and how many of them can still be reserved. -1: unknown.
     commit_limit: int = -1
     commit_free: int = -1
+    translator: str = ""  # ``Rosetta`` if macOS translates this process, a program for Intel processors.
     long_paths: bool | Unknown = NOT_ASKED  # On Windows: whether programs may use paths of more than 260 characters.
 
 

@@ -23,7 +23,7 @@ from tests.golden.record import machines
 
 from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from
-from transload.machine import ExtensionPackage, Machine, Step, Torch, Unknown
+from transload.machine import ExtensionPackage, Machine, Platform, Step, Torch, Unknown
 
 
 class Fix(NamedTuple):
@@ -85,6 +85,9 @@ def variants() -> Iterator[Machine]:
         yield with_facts(hidden, platform__shell=shell)
         yield with_facts(healthy(), platform__shell=shell, platform__laptop=True, variables__values={"LD_PRELOAD": "x"})
     yield with_facts(hidden, platform__system="Windows")
+    for processor, translator in (("x86_64", "Rosetta"), ("arm64", "")):
+        mac = Platform("Darwin", processor, "22.6.0", translator=translator)
+        yield with_facts(without_gpu(), platform=mac, hardware__pci=Unknown("not examined on Darwin"))
     old_driver = with_facts(cuinit_fails(healthy(), 35), driver__cuda__version=12020, driver__nvml__cuda=12020)
     no_driver = with_facts(
         cuinit_fails(healthy(), 100), kernel__loaded=False, kernel__built_for=(), driver__libraries__cuda=()

@@ -70,6 +70,11 @@ def of_powershell(line: str) -> tuple[str, ...]:
     keeping = rf"\[Environment\]::SetEnvironmentVariable\('(\w+)', (\$null|{STRING}), '(User|Machine)'\)"
     if kept := re.fullmatch(keeping, line):
         return "keep", kept[3], kept[1], "" if kept[2] == "$null" else unquoted(kept[2])
+    pruning = (
+        rf"\$env:Path = \(\$env:Path -split ';' \| Where-Object {{ \$_\.TrimEnd\('\\'\) -ne ({STRING}) }}\) -join ';'"
+    )
+    if pruned := re.fullmatch(pruning, line):
+        return "prune", unquoted(pruned[1])
     called, line = line.startswith("& '"), line.removeprefix("& ")
     words = [WORD.fullmatch(word) for word in re.findall(rf"(?:{STRING}|\"[^\"]*\"|[^\s'\"]+)+", line)]
     assert all(words), line
@@ -85,6 +90,8 @@ def unquoted(text: str) -> str:
 
 def of_cmd(line: str) -> tuple[str, ...]:
     """What a command does in cmd, in the same form."""
+    if pruning := re.fullmatch(r'set "PATH=%PATH:([^"]*);=%"', line):
+        return "prune", pruning[1]
     if setting := re.fullmatch(r'set "(\w+)=([^"]*)"|set (\w+)=', line):
         return "set", setting[1] or setting[3], setting[2] or ""
     if deleting := re.fullmatch(r'(?:rmdir /s /q|del) "([^"]*)"', line):
@@ -241,14 +248,25 @@ def test_cmd_runs_one_command_of_each_form(tmp_path: Path) -> None:
             continue
         if words[0] == "set":
             here += f"& set {words[1]}"
+        if words[0] == "prune":
+            here += "& set PATH"
         if words[0] == "delete":
             Path(words[1].replace(HOME, str(home))).mkdir(parents=True)
+        search = {"PATH": f"C:\\first;{words[1]};D:\\last"} if words[0] == "prune" else {}
         done = subprocess.run(  # noqa: S602
-            here, shell=True, env=environ, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, check=False
+            here,
+            shell=True,
+            env={**environ, **search},
+            cwd=tmp_path,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
         )
         said = done.stdout.decode("utf-8", "replace").strip()
         if words[0] == "set":
             right = (f"{words[1]}={words[2]}" in said) if words[2] else f"{words[1]}=" not in said
+        elif words[0] == "prune":
+            right = "PATH=C:\\first;D:\\last" in said
         elif words[0] == "delete":
             right = not Path(words[1].replace(HOME, str(home))).exists()
         else:

@@ -6,6 +6,7 @@ quotes in every shell.
 
 from __future__ import annotations
 
+import ntpath
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -58,6 +59,11 @@ def on_windows(machine: Machine) -> Machine:
             tried for tried in same.driver.experiments if not any("LD_" in name for name in tried.change)
         ),
     )
+    through = {"RUNPATH": r"torch\lib", "ld.so.cache": "System32", "default folder": "System32"}
+    needed = tuple(
+        replace(lib, via=through.get(lib.via, f"PATH: {ntpath.dirname(lib.path)}") if lib.path else "")
+        for lib in same.torch_libraries.needed
+    )
     values = {name: value for name, value in same.variables.values.items() if not name.startswith("LD_")}
     return replace(
         same,
@@ -67,6 +73,7 @@ def on_windows(machine: Machine) -> Machine:
         kernel=Kernel(loaded=same.kernel.loaded, version=same.kernel.version),
         nodes=Nodes(),
         driver=driver,
+        torch_libraries=replace(same.torch_libraries, needed=needed),
         variables=replace(same.variables, values=values, origins={}),
     )
 

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from transload.diagnose import elf, tables
-from transload.machine import Machine
+from transload.machine import Accelerator, Machine
 from transload.steps import Step, Steps, fix_of
 
 Names = tuple[str, ...]
@@ -26,7 +26,7 @@ _SYSTEMS = {"Windows": "Windows", "Darwin": "macOS"}
 def steps(machine: Machine, name: str, /, **values: object) -> Steps:
     """A section of ``steps.md`` for this machine and user. The head of that file explains its syntax.
 
-    >>> from transload.machine import Machine
+    >>> from transload.machine import Accelerator, Machine
     >>> [step.text for step in steps(Machine(), "H06")]
     ['sudo prime-select on-demand', 'sudo reboot']
     """
@@ -301,7 +301,8 @@ def _in_registry(machine: Machine, names: Names, verb: str, value: str | None) -
     of_user: list[Step] = []
     of_machine: list[Step] = []
     elsewhere: list[str] = []
-    for name, key in ((name, key) for name in names for key in machine.variables.origins.get(name, ())):
+    places = ((name, key) for name in names for key in machine.variables.origins.get(name, ()))
+    for name, key in places:
         for whose, root, option, found in (("User", _USER, "", of_user), ("Machine", _MACHINE, " /M", of_machine)):
             if key.startswith(root[:4]):
                 new = "$null" if value is None else _powershell(value)
@@ -312,8 +313,8 @@ def _in_registry(machine: Machine, names: Names, verb: str, value: str | None) -
             elsewhere.append(key)
     if not (of_user or of_machine or elsewhere) and any(name in machine.variables.values for name in names):
         elsewhere = ["PowerShell's profile, the IDE, the launch script"]
-    places = {"of_user": tuple(of_user), "of_machine": tuple(of_machine), "places": ", ".join(elsewhere)}
-    return steps(machine, "Permanently: Windows", verb=verb, **places)
+    commands = {"of_user": tuple(of_user), "of_machine": tuple(of_machine)}
+    return steps(machine, "Permanently: Windows", verb=verb, places=", ".join(elsewhere), **commands)
 
 
 def start_with_gpu(machine: Machine, *, slurm: bool = False) -> Steps:
@@ -481,9 +482,21 @@ def install_torch(machine: Machine, *, gpu: bool | None, force: bool = False) ->
     """Install torch where there is none; ``gpu`` is whether there is one of NVIDIA, ``None`` if that is unknown."""
     if gpu:
         return install_wheel(machine)
-    default = tables.build_of(tables.releases()[-1], wheel_platform(machine))
+    platform = wheel_platform(machine)
+    newest = next(release for release in reversed(tables.releases()) if tables.index_builds(release, platform))
+    if newest != tables.releases()[-1]:  # it was compiled for the numpy of its time
+        return install(machine, f"torch=={newest}", "numpy<2", force=force)
+    default = tables.build_of(newest, platform)
     with_cuda = gpu is False and default is not None and bool(default.cuda)
     return install(machine, "torch", index=f"{tables.INDEX}/cpu" if with_cuda else "", force=force)
+
+
+def install_for(machine: Machine, gpu: Accelerator) -> Steps:
+    """Install torch for a GPU that is not NVIDIA's; nothing if PyTorch has no build for it on this system."""
+    platform = wheel_platform(machine)
+    names = [build.build for release in tables.releases() for build in tables.index_builds(release, platform)]
+    builds = [name for name in names if name.startswith(gpu.kind)]
+    return install(machine, "torch", index=f"{tables.INDEX}/{builds[-1]}") if builds else ()
 
 
 def reinstall(machine: Machine, *, gpu: bool | None) -> Steps:

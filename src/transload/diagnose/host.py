@@ -220,6 +220,18 @@ class Host:
         except (OSError, AttributeError):
             return MemoryStatus()
 
+    def sysctl(self, name: str) -> int:
+        """A number that macOS has under a name, such as ``sysctl.proc_translated``; -1 if there is none."""
+        import ctypes
+
+        try:
+            ask = ctypes.CDLL(None).sysctlbyname
+        except (OSError, AttributeError, TypeError):
+            return -1
+        value, length = ctypes.c_int64(0), ctypes.c_size_t(8)
+        failed = ask(name.encode(), ctypes.byref(value), ctypes.byref(length), None, ctypes.c_size_t(0))
+        return -1 if failed else value.value
+
     def kernel_ring(self, size: int) -> str | Unknown:
         """The end of the kernel's log in one call: /dev/kmsg returns up to 100,000 lines one by one, oldest first."""
         import ctypes

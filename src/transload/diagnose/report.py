@@ -216,6 +216,9 @@ def _headline(diagnosis: Diagnosis) -> str:
     machine, run = diagnosis.machine, diagnosis.machine.torch_run
     first = machine.torch.first
     torch = f"torch {printable(run.version)}" if run.version else _torch_words(first) if first else "torch"
+    if machine.platform.system == "Darwin":
+        works = "works with mps" if "mps" in run.backends else "works on the CPU"
+        return f"There is no CUDA on a Mac; {torch} {works if run.answer.answered else 'was not run'}"
     if run.cuda_works:
         return f"CUDA works: {torch} computed on {_devices(machine)}"
     if diagnosis.status == "no-gpu":
@@ -316,7 +319,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
     others = ", ".join(printable(" ".join(filter(None, (other.name, other.detail)))) for other in machine.accelerators)
     seen["hardware"] = _first(
         (gpu, "ok", cards(machine)),
-        (isinstance(pci, Unknown), "unknown", _reason(pci)),
+        (isinstance(pci, Unknown) and machine.platform.system != "Darwin", "unknown", _reason(pci)),
         (others, "idle", f"no NVIDIA GPU; {others}"),
         (True, "idle", "no NVIDIA GPU"),
     )
@@ -383,8 +386,10 @@ def chain(machine: Machine) -> dict[str, Seen]:
     )
     built = ""
     if first is not None:
+        apple = (machine.platform.system, machine.platform.machine) == ("Darwin", "arm64")
+        only = "for the CPU and mps" if apple else "for the CPU only"
         kinds = (("CUDA", first.cuda), ("ROCm", first.hip), ("XPU", first.xpu))
-        built = " and ".join(f"for {name} {version}" for name, version in kinds if version) or "for the CPU only"
+        built = " and ".join(f"for {name} {version}" for name, version in kinds if version) or only
         built = built if first.known else first.problem or "its version.py cannot be read"
         built = f"{_torch_words(first)}, {printable(built)}"
     seen["build"] = _first(
@@ -509,7 +514,7 @@ def facts(machine: Machine) -> Iterator[Block]:
         labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in shown}
         width = min(_LABEL, max(map(len, labels.values())))
         for source in dict.fromkeys(source_of(name) for name, _ in shown):
-            if source:
+            if source and (machine.platform.system == "Linux" or "/" not in source):  # paths of Linux
                 yield note(f"from {source}")
             for name, fact in shown:
                 if source_of(name) == source:

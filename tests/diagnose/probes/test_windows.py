@@ -53,7 +53,7 @@ def test_card_with_its_driver(tmp_path: Path) -> None:
     kernel = system.kernel(host)
     assert (kernel.loaded, kernel.version, kernel.provider) == (True, "581.80", "NVIDIA")
     (accelerator,) = system.accelerators(host, system.hardware(host))
-    assert (accelerator.kind, accelerator.name, accelerator.usable) == ("rocm", "AMD Radeon RX 7900 XTX", False)
+    assert (accelerator.kind, accelerator.name, accelerator.usable) == ("rocm", "AMD Radeon RX 7900 XTX", True)
 
 
 def driver_facts(host_folder: Path, *cards: Adapter) -> tuple[object, ...]:

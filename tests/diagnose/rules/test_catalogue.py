@@ -27,6 +27,7 @@ FAMILIES: dict[str, int | tuple[int, ...]] = {
     "V": 5,
     "W": (1, 2, *range(10, 17)),
     "X": 13,
+    "Y": 2,
 }
 PAGE_ONLY = ["C06", "E06", "E08", "N03", "S08", "S09", "V04", "X01", "X03"]
 

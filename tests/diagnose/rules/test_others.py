@@ -64,9 +64,10 @@ def test_intel_gpu_is_a_note() -> None:
     assert find("T07", with_facts(machine, accelerators=(Accelerator("xpu", "Intel GPU"),))) is None
 
 
-@each(("cpu", "word"), [("arm64", "mps"), ("x86_64", "CPU")])
+@each(("cpu", "word"), [("arm64", '"mps"'), ("x86_64", '"cpu"')])
 def test_macos_has_no_cuda(cpu: str, word: str) -> None:
-    machine = with_facts(without_gpu(), platform__system="Darwin", platform__machine=cpu, hardware__pci=())
+    mac = {"platform__system": "Darwin", "platform__machine": cpu, "platform__kernel": "24.1.0"}
+    machine = with_facts(without_gpu(), **mac, hardware__pci=())
     assert word in finding_of("T08", machine, "note").fix[0]
     assert alarms(machine) == []
     assert find("T08", without_gpu()) is None

@@ -27,20 +27,33 @@ def platform(host: Host) -> facts.Platform:
     release = "11" if build.isdigit() and int(build) >= _NEW_NUMBERS else kernel
     long_paths = host.registry(f"{_CONTROL}/Control/FileSystem")
     status = host.memory_status()
-    # Programs that cmd starts see its prompt; Git's bash names itself.
-    bash = host.slashed(host.environ.get("SHELL", "")).rpartition("/")[2].removesuffix(".exe")
     return facts.Platform(
         system,
         machine,
         kernel,
         distribution_name=" ".join(filter(None, ("Windows", release, version.text("DisplayVersion")))),
-        shell=bash or ("cmd" if "PROMPT" in host.environ else ""),
+        shell=_shell(host),
         memory=status.total,
         memory_free=status.free,
         commit_limit=status.commit_limit,
         commit_free=status.commit_free,
         long_paths=long_paths.values.get("LongPathsEnabled") == 1 if long_paths else long_paths,
     )
+
+
+def _shell(host: Host) -> str:
+    """``powershell``, ``cmd``, or the name of a Unix shell; empty if the variables that they set do not agree.
+
+    PowerShell adds the user's folder of modules to that of all users. Programs that cmd starts see its prompt. Git's
+    bash names itself.
+    """
+    environ = {name.upper(): value for name, value in host.environ.items()}
+    unix = host.slashed(environ.get("SHELL", "")).rpartition("/")[2].removesuffix(".exe")
+    modules = (folder.strip() for folder in host.slashed(environ.get("PSMODULEPATH", "")).lower().split(";"))
+    for_all = (host.slashed(environ.get("PROGRAMFILES", "C:/Program Files")).lower(), "%programfiles%")
+    own = any(folder.endswith("powershell/modules") and not folder.startswith(for_all) for folder in modules)
+    named = [name for name, said in ((unix, unix), ("powershell", own), ("cmd", "PROMPT" in environ)) if said]
+    return named[0] if len(named) == 1 else ""
 
 
 def _key(host: Host, key: str) -> Registry:
@@ -71,6 +84,11 @@ def kernel(host: Host) -> facts.Kernel:
         version = nvidia_version(driver.text("DriverVersion")) if card.driver == _SERVICE else ""
         loaded = card.driver == _SERVICE and not card.problem
     return facts.Kernel(loaded, version, provider=provider)
+
+
+def has_own_driver(card: facts.PciDevice) -> bool:
+    """Whether the driver of its vendor drives a card, and not Windows' own, which only shows a picture."""
+    return card.driver not in ("", "BasicDisplay", "BasicRender") and not card.problem
 
 
 def _adapters(host: Host) -> Iterator[tuple[facts.PciDevice, Registry]]:

@@ -23,11 +23,25 @@ PROGRAMS = ("/usr/bin", "/usr/local/bin", "/bin", "/run/current-system/sw/bin", 
 
 
 def platform(host: Host) -> facts.Platform:
-    """The operating system and the user. On macOS only ``uname`` and the user are known."""
+    """The operating system and the user."""
     if host.windows:
         return on_windows.platform(host)
     system, kernel, machine = host.uname
     shell = host.environ.get("SHELL", "").rstrip("/").rpartition("/")[2]
+    if system == "Darwin":
+        pattern = r"<key>ProductVersion</key>\s*<string>([\d.]{1,20})</string>"
+        version = "".join(host.findall(pattern, "/System/Library/CoreServices/SystemVersion.plist")[:1])
+        return facts.Platform(
+            system,
+            machine,
+            kernel,
+            distribution_version=version,
+            distribution_name=f"macOS {version}".strip(),
+            shell=shell,
+            root=host.uid == 0,
+            memory=host.sysctl("hw.memsize"),
+            translator="Rosetta" if host.sysctl("sysctl.proc_translated") == 1 else "",
+        )
     if system != "Linux":
         return facts.Platform(system, machine, kernel, root=host.uid == 0, shell=shell)
     release = pairs(host.text("/etc/os-release") or host.text("/usr/lib/os-release") or "", "=")
@@ -631,14 +645,17 @@ def accelerators(host: Host, on_bus: facts.Hardware) -> tuple[facts.Accelerator,
 
     ids = {card.address: f"{card.vendor:04x}:{card.device:04x}" for card in cards}
     unlisted = [card for card in cards if card.vendor == AMD and card.address not in driven]
-    listed += [facts.Accelerator("rocm", card.name or "AMD GPU", ids[card.address]) for card in unlisted]
+    driven_by_windows = {card.address for card in cards if host.windows and on_windows.has_own_driver(card)}
+    for card in unlisted:
+        usable = card.address in driven_by_windows
+        listed.append(facts.Accelerator("rocm", card.name or "AMD GPU", ids[card.address], usable=usable))
 
     # Intel's are usable only with both parts of the driver: the kernel's, and the Level Zero library.
     intel = [card for card in cards if card.vendor == _INTEL]
     folders = (f"/usr/lib/{host.uname[2]}-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
     library = bool(intel) and any(any(host.paths(folder, "libze_intel_gpu.so")) for folder in folders)
     for card in intel:
-        usable = library and card.driver in ("xe", "i915")
+        usable = card.address in driven_by_windows or (library and card.driver in ("xe", "i915"))
         integrated = is_listed(card.device, "intel_processors")
         if integrated or is_listed(card.device, "intel_cards"):
             name = card.name or ("Intel Core Ultra graphics" if integrated else "Intel GPU")

@@ -46,10 +46,9 @@ def _elsewhere(lib: Resolved) -> bool:
 
 def _remove(m: Case, lib: Resolved) -> Steps:
     """Keep Windows from finding a DLL of another program."""
-    folder, by_path = ntpath.dirname(lib.path), lib.via.startswith(_PATH)
-    quoted = folder.replace("'", "''")
-    values = {"path": lib.path, "folder": folder, "quoted": quoted, "by_path": by_path, "elsewhere": not by_path}
-    return m.steps("A DLL from elsewhere", **values)
+    if lib.via.startswith(_PATH):
+        return fixes.drop_folder(m, "PATH", ntpath.dirname(lib.path))
+    return m.steps("A DLL from elsewhere", path=lib.path)
 
 
 def _runtime(m: Case) -> Steps:

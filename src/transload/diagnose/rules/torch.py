@@ -65,7 +65,8 @@ def no_wheel(m: Case) -> Matches:
     python, libc, absent = m.python, m.platform.libc, _absent(m)
     lacking = [symbol for symbol in m.torch_libraries.unresolved if symbol.startswith("GLIBC_")]
     version, cpython = numbers_of(python.version), python.implementation == "cpython"
-    builds = [index_builds(release)[0] for release in releases() if absent and cpython]  # one of each release
+    here = [index_builds(release, fixes.wheel_platform(m)) for release in releases()]
+    builds = [every[0] for every in here if every and absent and cpython]  # one of each release
     suited = (build for build in builds if build.supports_python(version, free_threaded=python.free_threaded))
     with_wheel = [build.torch for build in suited]
     all_newer = all(numbers_of(release)[:2] >= _FIRST_MANYLINUX_2_28 for release in with_wheel)
@@ -82,7 +83,7 @@ def no_wheel(m: Case) -> Matches:
         yield "P08", Match((f"the C library is {libc}", needs))
 
     if absent and version and python.bits == 64 and not with_wheel:
-        newest = index_builds(releases()[-1])[0]
+        newest = next(every[0] for every in reversed(here) if every)
         kind = f"{'free-threaded ' if python.free_threaded else ''}{'CPython' if cpython else python.implementation}"
         low, high = (".".join(map(str, version)) for version in newest.python)
         wheels = f"torch {newest.torch} has wheels for CPython {low} to {high}"
@@ -138,7 +139,11 @@ def mixed_torch(m: Case) -> Matches:
 def no_torch(m: Case) -> Matches:
     """The examined Python has no torch (P01), and there are few wheels for Windows on Arm (W02)."""
     if _absent(m) and not m.torch_imported:
-        fix = m.steps("P01", install=fixes.install_torch(m, gpu=m.has_nvidia_if_known))
+        install = fixes.install_torch(m, gpu=m.has_nvidia_if_known)
+        others = [gpu for gpu in (*m.usable("xpu"), *m.usable("rocm")) if fixes.on_windows(m) and not gpu.integrated]
+        if others and not m.has_nvidia:
+            install = fixes.install_for(m, others[0]) or (*install, *m.steps(f"T07 {others[0].kind}"))
+        fix = m.steps("P01", install=install)
         yield "P01", Match((f"{_python_line(m)} has no torch", m.python.why, *_other_pythons(m)), fix)
     arm = m.platform.machine.lower() in ("arm64", "aarch64")
     if m.platform.system == "Windows" and arm and m.torch.installs == ():
@@ -184,7 +189,7 @@ def cpu_build(m: Case) -> Matches:
         yield "T05", Match((*evidence, f"conda's build is {first.conda_build}"))
 
 
-@rules("build", "T09", "T06", "T07", "T08")
+@rules("build", "T09", "T06", "T07")
 def other_build(m: Case) -> Matches:
     """A torch that is damaged, or built for another vendor's GPU than this machine's."""
     torch, first, run = m.torch, m.torch.first, m.torch_run
@@ -196,8 +201,7 @@ def other_build(m: Case) -> Matches:
     # an error if torch cannot be imported or was not run; a note if a library only has another size
     unread = "" if first.known or not m.import_error else f"torch/version.py: {first.problem}"
     if not m.torch_imported and (first.missing or unread):
-        fix = m.steps("T09 windows") if m.platform.system == "Windows" else None
-        yield "T09", Match((*first.missing[:6], unread, torch_says(m.import_error)), fix)
+        yield "T09", Match((*first.missing[:6], unread, torch_says(m.import_error)))
     elif (first.missing or first.altered) and not m.torch_computes:
         yield "T09", Match((*first.missing[:3], *first.altered[:3]), m.steps("T09 changed"), "note")
 
@@ -213,18 +217,11 @@ def other_build(m: Case) -> Matches:
     if (amd or intel) and first.known and not (first.hip or m.has_nvidia or torch.shadow):
         gpu = (amd or intel)[0]
         sure = amd and _ROCM_CARDS.fullmatch(gpu.detail) and not gpu.integrated and m.platform.system == "Linux"
-        names = [build.build for release in releases() for build in index_builds(release)]
-        builds = [name for name in names if name.startswith(gpu.kind)]
-        install = fixes.install(m, "torch", index=f"{tables.INDEX}/{builds[-1]}") if builds else ()
         name = " ".join(filter(None, (gpu.name, gpu.detail)))
         evidence: Lines = (f"torch is {first.version}", f"the GPU is {name}, which needs {gpu.kind}")
-        fix = (*fixes.uninstall(m, "torch"), *install)
+        install = fixes.install_for(m, gpu)
+        fix = (*fixes.uninstall(m, "torch"), *install) if install else m.steps(f"T07 {gpu.kind}")
         yield "T07", Match(evidence, fix, severity="error" if sure else "note")
-
-    if m.platform.system == "Darwin":
-        apple = m.platform.machine == "arm64"
-        evidence = (f"this is a Mac with {'Apple silicon' if apple else 'an Intel processor'}",)
-        yield "T08", Match(evidence, m.steps("T08 apple" if apple else "T08"), severity="note")
 
 
 # -- the libraries torch loads: which files the loader finds, and whether they belong together
