@@ -9,7 +9,7 @@ import pytest
 from tests import forge
 from tests.each import each
 from tests.makers import codes
-from tests.rank_files import CASES, dtensor, mesh, named, placement, rank_file, whole, write_ranks
+from tests.rank_files import CASES, dtensor, mesh, named, placement, rank_file, state, whole, write_ranks
 
 import transload
 from transload import inspect
@@ -155,12 +155,43 @@ def test_a_mesh_of_some_ranks_does_not_say_which_rank_it_is(tmp_path: Path) -> N
     assert "place 1 of 2 in its mesh" in evidence(inspect(tmp_path / "rank_3.pt"), "rank-file")
 
 
+def of_fsdp1(rank: int) -> bytes:
+    """The file of one of two ranks that has the rows of ``rank_file``, as a ShardedTensor."""
+    place = state(
+        "torch.distributed._shard.metadata", "ShardMetadata", {"shard_offsets": [2 * rank, 0], "shard_sizes": [2, 2]}
+    )
+    shard = state("a", "Shard", {"tensor": forge.tensor("0", (2, 2), (2, 1)), "metadata": place})
+    group = state("a", "ProcessGroupState", {"global_rank": rank, "global_world_size": 2})
+    kind = forge.name("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+    function = forge.name("torch._utils", "_rebuild_wrapper_subclass")
+    layout = forge.call(forge.name("torch.serialization", "_get_layout"), "torch.strided")
+    device = forge.call(forge.name("torch", "device"), "cpu")
+    inner = forge.tuple_of(kind, forge.name("torch", "float32"), (4, 2), (2, 1), 0, layout, device, False)
+    rebuild = forge.name("torch._tensor", "_rebuild_from_type_v2")
+    whole = forge.call(rebuild, function, kind, inner, forge.tuple_of([shard], None, group))
+    return forge.checkpoint(forge.pickled(forge.dictionary({"w": whole})), {"0": bytes(16)})
+
+
+def test_very_many_missing_rows_are_no_overlap(tmp_path: Path) -> None:
+    """Every second of 2,400 ranks is missing."""
+    for rank in range(0, 2400, 2):
+        local = forge.tensor("0", (1, 2), (2, 1))
+        body = forge.dictionary({"w": dtensor(local, (2400, 2), (placement("Shard", dim=0),), mesh((2400,), (rank,)))})
+        data = forge.checkpoint(forge.pickled(body), {"0": bytes(8), "1": b""})
+        (tmp_path / f"rank_{rank}.pt").write_bytes(data)
+    checkpoint = inspect(tmp_path)
+    assert "ranks-differ" not in codes(checkpoint)
+    assert "no file has very many parts of [2400, 2]" in evidence(checkpoint, "dcp-piece-missing")
+
+
 def test_files_that_do_not_belong_together_are_not_merged(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     for name, changes, expected in (
         ("two runs", {1: rank_file(1, 3, rows=4)}, "2 and 3 ranks"),
         ("another shape", {1: rank_file(1, rows=6)}, "w is float32 [4, 2] on rank 0, float32 [6, 2] on rank 1"),
         ("a rank twice", {1: rank_file(0)}, "was saved by rank 0"),
+        ("fewer ranks", {0: rank_file(0, 3, rows=2), 1: rank_file(1, 2, rows=2)}, "2 and 3 ranks"),
+        ("another class", {1: of_fsdp1(1)}, "w is a DTensor on rank 0, a ShardedTensor on rank 1"),
         ("another step", {0: rank_file(0, more={"step": 7}), 1: rank_file(1, more={"step": 8})}, "step differs"),
     ):
         folder = tmp_path / name

@@ -29,6 +29,7 @@ from transload.io.sources import FileSource
 from transload.loading import load
 from transload.loading.handles import open as open_
 from transload.opening import inspect
+from transload.rescuing import rescue
 
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
@@ -377,8 +378,63 @@ def test_objects_that_ranks_saved_under_one_name_are_compared(tmp_path: Path) ->
         "dcp-objects-differ",
         ("1 objects: rng in __0_0.distcp and __1_0.distcp",),
     )
-    with pytest.warns(FileWarning, match="ranks saved different objects"):
+    with pytest.warns(FileWarning, match="ranks saved different objects or pieces"):
         assert load(folder)["rng"] == 1
+
+
+def test_pieces_that_ranks_saved_at_one_place_are_compared(tmp_path: Path) -> None:
+    """Of large ones too: the directory of an archive has checksums of all records."""
+    size = 1 << 19
+    first, second = torch.zeros(size), torch.zeros(size)
+    second[-1] = 1
+    folder = write_pieces(tmp_path / "d", {"w": (first, [((0,), (size,))])})
+    split_by_rank(folder)
+    shutil.copy(folder / "__0_0.distcp", folder / "__1_0.distcp")
+    text = (folder / "__0.metadata").read_bytes()
+    (folder / "__1.metadata").write_bytes(text.replace(b"__0_0.distcp", b"__1_0.distcp"))
+    assert not inspect(folder).findings
+    other = write_pieces(tmp_path / "other", {"w": (second, [((0,), (size,))])})
+    shutil.copy(other / "__0_0.distcp", folder / "__1_0.distcp")
+    (finding,) = inspect(folder).findings
+    assert (finding.code, finding.evidence) == (
+        "dcp-objects-differ",
+        ("1 pieces of tensors: w in __0_0.distcp and __1_0.distcp",),
+    )
+
+
+def test_a_tensor_that_is_an_object_for_another_rank_is_a_problem(tmp_path: Path) -> None:
+    folder = save({"w": torch.ones(2)}, tmp_path / "d")
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    other = save({"w": 1}, tmp_path / "other")
+    text = (other / ".metadata").read_bytes().replace(b"__0_0.distcp", b"__1_0.distcp")
+    (folder / "__1.metadata").write_bytes(text)
+    (other / "__0_0.distcp").rename(folder / "__1_0.distcp")
+    for first, second in (("a tensor", "an object"), ("an object", "a tensor")):
+        words = f"w: {first} in __0.metadata, {second} in __1.metadata"
+        assert words in str(inspect(folder).findings)
+        with pytest.raises(BrokenFileError):
+            load(folder)
+        for old, new in (("__0", "other"), ("__1", "__0"), ("other", "__1")):
+            (folder / f"{old}.metadata").rename(folder / f"{new}.metadata")
+
+
+def test_a_file_of_another_save_is_named_and_not_used(tmp_path: Path) -> None:
+    halves = [((0, 0), (3, 4)), ((3, 0), (3, 4))]
+    tensor = torch.arange(24.0).view(6, 4)
+    for number, other in enumerate((tensor.double(), torch.ones(400, 40))):
+        folder = write_pieces(tmp_path / str(number), {"w": (tensor, halves), "v": (tensor, [((0, 0), (6, 4))])})
+        boxes = [((0, 0), (3, other.shape[1])), ((3, 0), (3, other.shape[1]))]
+        shutil.copy(write_pieces(tmp_path / f"other{number}", {"w": (other, boxes)}) / "__1_0.distcp", folder)
+        evidence = {finding.code: finding.evidence for finding in inspect(folder).findings}
+        assert evidence.keys() == {"dcp-piece-mismatch", "dcp-piece-missing"}, number
+        assert evidence["dcp-piece-mismatch"] == (
+            "__1_0.distcp: it is of another save: w is not where .metadata says",
+        ), number
+        assert evidence["dcp-piece-missing"] == ("w: 1 of 2 pieces were found; missing: [3:6] of [6, 4]",)
+        with pytest.raises(BrokenFileError, match="it is of another save"):
+            load(folder)
+        rescue(folder, tmp_path / f"{number}.pt")
+        assert torch.equal(load(tmp_path / f"{number}.pt")["v"], tensor)
 
 
 def test_two_runs_in_one_folder_are_a_problem_of_the_tensor(tmp_path: Path) -> None:
@@ -528,6 +584,15 @@ def write_shard(path: Path, tensors: dict[str, tuple[torch.Tensor, tuple[int, ..
     path.write_bytes(len(text).to_bytes(8, "little") + text + body)
 
 
+def test_pieces_of_safetensors_files_that_overlap_are_found_without_reading_them(tmp_path: Path) -> None:
+    write_shard(tmp_path / "shard-00001-model-00001-of-00001.safetensors", {"w": (torch.zeros(3, 2), (0, 0))})
+    write_shard(tmp_path / "shard-00002-model-00001-of-00001.safetensors", {"w": (torch.ones(3, 2), (2, 0))})
+    evidence = {finding.code: finding.evidence[0] for finding in inspect(tmp_path).findings}
+    assert evidence["dcp-pieces-overlap"].startswith("w: [2:5] of [5, 2] overlaps other pieces")
+    with pytest.raises(BrokenFileError, match="overlap"):
+        load(tmp_path)
+
+
 @each("below", ["", "sharded"])
 def test_safetensors_files_of_ranks_are_put_together(below: str, tmp_path: Path) -> None:
     whole, other = torch.arange(21.0).view(7, 3), torch.ones(2)
@@ -595,6 +660,17 @@ def test_folders_of_accelerate_are_one_object(tmp_path: Path) -> None:
     loaded = load(tmp_path)
     assert sorted(loaded) == ["optimizer", "pytorch_model_fsdp_0", "pytorch_model_fsdp_1"]
     assert loaded["pytorch_model_fsdp_1"]["model"]["w"].tolist() == [0, 0, 0]
+
+
+def test_a_folder_of_accelerate_without_its_index_is_one_whose_save_did_not_finish(tmp_path: Path) -> None:
+    folder = save({"model": {"w": torch.ones(3)}}, tmp_path / "checkpoint-5" / "pytorch_model_fsdp_0")
+    assert "Name one of these: checkpoint-5." in str(inspect(tmp_path).findings)
+    (folder / ".metadata").unlink()
+    (finding,) = inspect(tmp_path / "checkpoint-5").findings
+    assert (finding.code, finding.evidence[0].partition(":")[0]) == (
+        "dcp-metadata-missing",
+        "pytorch_model_fsdp_0/.metadata",
+    )
 
 
 # -- hostile indexes

@@ -128,7 +128,8 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
     detail = f"it contains {join_names(names, 8)}" if names else "it is empty"
     if candidates:
         detail += f"; these look like checkpoints: {join_names([*candidates], 8)}"
-    noted.extend([Problem("directory-unknown", "", detail, fix=() if names else ("Check the path.",))])
+    fix = f"Name one of these: {join_names([*candidates], 8)}." if candidates else "" if names else "Check the path."
+    noted.extend([Problem("directory-unknown", "", detail, fix=(fix,) if fix else ())])
     out = Draft(listing.folder.name, "directory", sum(listing.files.values()), noted.problems())
     out.parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in candidates.items()]
     return out.checkpoint()

@@ -17,7 +17,7 @@ from transload.checkpoint import Checkpoint, Key, Leaf, Part, Storage, Tensor, V
 from transload.contents import Item
 from transload.dtypes import itemsize
 from transload.errors import CannotReadError
-from transload.findings import join_names
+from transload.findings import LimitedProblems, join_names
 from transload.formats.graph import call_items, last_pairs
 from transload.formats.nested import item_source, moved_tensor, why_packed
 from transload.formats.pieces import size_of
@@ -38,8 +38,10 @@ RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 FEW_ITEMS = 1_000
 # A path of a million steps would take as long to make for each of a million entries.
 MAX_LEVELS = 100
-# Objects that ranks have each for themselves are compared up to this size.
-_MAX_COMPARED = 1 << 20
+# Items that several ranks have are compared as far as this number of bytes at their ends tells.
+_MAX_COMPARED = 1 << 14
+
+_END = 22  # bytes of the last record of an archive
 
 _ACCELERATE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d{1,6})?")
 _At = tuple[int, ...]
@@ -72,7 +74,8 @@ def matches(listing: Listing) -> bool:
 def _inner_folders(listing: Listing) -> list[str]:
     """The folders of models and optimizers that accelerate and the Trainer of transformers save."""
     folders = [name for name in listing.folders if _ACCELERATE.fullmatch(name)]
-    return [name for name in folders if listing.folder.kind(f"{listing.prefix}{name}/{METADATA}") == "file"]
+    inner = {name: listed(listing.folder, listing.prefix + name, LimitedProblems()).files for name in folders}
+    return [name for name, files in inner.items() if any(file.endswith((METADATA, ".distcp")) for file in files)]
 
 
 def folder_of_rank(path: str) -> str:
@@ -213,6 +216,7 @@ def _read_index(merger: Merger, name: str) -> dict[str, object]:
 def _entries(merger: Merger, tables: dict[str, dict[str, object]]) -> tuple[dict[str, _Described | None], list[str]]:
     """What the indexes describe, by name, ``None`` for an object; and the names that they describe in no known way."""
     entries: dict[str, _Described | None] = {}
+    owners: dict[str, str] = {}
     unknown: list[str] = []
     for index, fields in tables.items():
         for name, node in _pairs(fields.get("state_dict_metadata")):
@@ -222,6 +226,10 @@ def _entries(merger: Merger, tables: dict[str, dict[str, object]]) -> tuple[dict
             before = entries.get(name)
             if described is None and not _is_a(node, "BytesStorageMetadata"):
                 unknown.append(name)
+            if name in entries and (before is None) != (described is None):
+                kinds = ["an object" if each is None else "a tensor" for each in (before, described)]
+                merger.noted.add("dcp-piece-mismatch", name, f"{kinds[0]} in {owners[name]}, {kinds[1]} in {index}")
+                continue
             if before is not None and described is not None:
                 if before[:2] != described[:2]:  # two runs, or two steps
                     what = f"{described.dtype} {list(described.shape)} in {index}, {before.dtype} {list(before.shape)}"
@@ -229,7 +237,8 @@ def _entries(merger: Merger, tables: dict[str, dict[str, object]]) -> tuple[dict
                     continue
                 before.chunks.update(described.chunks)
                 continue
-            entries.setdefault(name, described)
+            if name not in entries:
+                entries[name], owners[name] = described, index
     return entries, unknown
 
 
@@ -355,23 +364,29 @@ class _Items:
             self._merge_file(source, prefix + file, places, opens=opens)
         if not opens:
             merger.note("dcp-items-unread", f"{tensors:,} pieces of tensors; objects and the index were read")
-        differ = [
-            f"{first.name} in {first.file} and {other.file}"
-            for first, other in self._copies
-            if self._entries.get(first.name) is None and first.file in sources and self._differ(sources, first, other)
-        ]
-        if differ:
-            merger.note("dcp-objects-differ", f"{len(differ):,} objects: {join_names(differ, 3)}")
+        differ: dict[str, list[str]] = {}
+        for first, other in self._copies[:FEW_ITEMS] if merger.lazy else self._copies:
+            if first.file in sources and self._differ(sources, first, other):
+                kind = "objects" if self._entries.get(first.name) is None else "pieces of tensors"
+                differ.setdefault(kind, []).append(f"{first.name} in {first.file} and {other.file}")
+        for kind, found in differ.items():
+            merger.note("dcp-objects-differ", f"{len(found):,} {kind}: {join_names(found, 3)}")
 
     def _differ(self, sources: dict[str, Source], first: _Place, other: _Place) -> bool:
-        """Whether two ranks have saved different objects under one name."""
+        """Whether two ranks have saved different items under one name, as far as their ends tell.
+
+        The last bytes of an archive are its directory, with the checksums of all records.
+        """
         if other.file not in sources:
             try:
                 sources[other.file] = self._merger.open_file(self._merger.listing.prefix + other.file)
             except CannotReadError:
                 return False
-        a, b = (sources[each.file].read(each.offset, min(each.length, _MAX_COMPARED)) for each in (first, other))
-        return a != b
+        ends = []
+        for place in (first, other):
+            size = min(place.length, _MAX_COMPARED)
+            ends.append(sources[place.file].read(place.offset + place.length - size, size))
+        return first.length != other.length or ends[0] != ends[1]
 
     def _merge_file(self, source: Source, part: str, places: list[_Place], *, opens: bool) -> None:
         merger, size = self._merger, source.size
@@ -387,6 +402,12 @@ class _Items:
                 if place.name in named and self._entries.get(place.name) is not None:
                     self.pieces.setdefault(place.name, {})[place.at] = named[place.name]
             places = objects
+        if lost := _misplaced(source, places):
+            detail = (
+                f"it is of another save: {join_names([place.name for place in lost], 3)} is not where .metadata says"
+            )
+            merger.note("dcp-piece-mismatch", detail, file)
+            return
         cut = [place.name for place in places if place.offset + place.length > size]
         if cut:
             detail = f"it ends at byte {size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
@@ -448,6 +469,24 @@ class _Items:
         self.inside.setdefault(name, []).extend(found)
         if any(pickle.main and not pickle.broken for pickle in checkpoint.pickles):
             self.values[name] = Value(path, checkpoint.root, f"{part} › {name}")
+
+
+def _misplaced(source: Source, places: list[_Place]) -> list[_Place]:
+    """The items of a file that are no archives, if the file is of another save: it has another size, too.
+
+    That of this save ends where its last item does, unless it is cut off; then items before that are intact.
+    """
+    size = source.size
+    inside = [place for place in places if place.offset + place.length <= size and not place.transforms]
+    if not inside or size == max(place.offset + place.length for place in places):
+        return []
+    lost = []
+    for place in sorted(inside):
+        begin, end = source.read(place.offset, 4), source.read(place.offset + place.length - _END, 4)
+        if (begin, end) != (b"PK\3\4", b"PK\5\6"):
+            lost.append(place)
+    last = max(inside, key=lambda place: place.offset)
+    return lost if last in lost else []
 
 
 # -- tensors

@@ -30,6 +30,7 @@ _USUAL = re.compile(r"(?:pytorch_)?(model|optimizer)(?:_fsdp)?(?:_0)?")  # how a
 # Values that all ranks of one save agree about; others may be a rank's own, such as the state of its random generator.
 _PROGRESS = frozenset({"step", "steps", "global_step", "global_steps", "epoch", "iteration", "iter"})
 _FLAT = "_flat_param"
+_KINDS = ("DTensor", "ShardedTensor")
 # Of a tensor. Finding out what they leave open takes the longer the more there are, and ten thousand ranks are many.
 _MOST_PIECES = 10_000
 _TRIED = 4
@@ -139,6 +140,7 @@ class _Family:
         if len(worlds) > 1:
             counts = " and ".join(f"{world:,}" for world in sorted(worlds))
             raise whole.mixed(f"the files of {family or 'the ranks'} are of runs with {counts} ranks")
+        self._compare_worlds()
         ranks = [name.rank for name in names]
         self.world = max([*worlds, max(ranks) + 1]) if worlds else 0  # a mesh may be a part of all ranks
         if len(set(ranks)) < len(ranks):
@@ -149,6 +151,18 @@ class _Family:
         self._differing: list[str] = []
         if not self._files:
             raise UnmergedError(f"none of the files of {family or 'the ranks'} can be read")
+
+    def _compare_worlds(self) -> None:
+        """Compare the meshes of ranks that have pieces of the same tensors; those of a pipeline have different ones."""
+        worlds: dict[frozenset[tuple[Key, ...]], set[int]] = {}
+        for _, file in self._files:
+            if world := dict(file.checkpoint.facts).get("world size"):
+                paths = frozenset(path for path, tensor in file.tensors.items() if tensor.is_sharded)
+                worlds.setdefault(paths, set()).add(int(world))
+        for found in worlds.values():
+            if len(found) > 1:
+                counts = " and ".join(f"{world:,}" for world in sorted(found))
+                raise self._whole.mixed(f"ranks with pieces of the same tensors are of runs with {counts} ranks")
 
     def merge(self, steps: tuple[Key, ...]) -> None:
         """Put the object of the first rank at a path of the whole, with whole tensors."""
@@ -180,10 +194,12 @@ class _Family:
         name = "/".join(map(str, path))
         rank, first = held[0]
         for other, tensor in held[1:]:
-            if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
-                here, there = (f"{each.dtype} {list(each.shape)}" for each in (first, tensor))
+            here, there = (f"{each.dtype} {list(each.shape)}" for each in (first, tensor))
+            if here == there:
+                here, there = (f"a {each.cls if each.cls in _KINDS else 'Tensor'}" for each in (first, tensor))
+            if here != there:
                 raise self._whole.mixed(f"{name} is {here} on rank {rank}, {there} on rank {other}")
-        if any(tensor.kind == "subclass" and tensor.cls in ("DTensor", "ShardedTensor") for _, tensor in held):
+        if any(tensor.kind == "subclass" and tensor.cls in _KINDS for _, tensor in held):
             raise UnmergedError(f"how {name} is divided among the ranks is not clear")
         if not any(tensor.is_sharded for _, tensor in held):
             self._compare_copies(path, held)
