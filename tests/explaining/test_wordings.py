@@ -122,7 +122,7 @@ def test_every_known_error_is_well_formed() -> None:
         assert re.fullmatch(r"[a-z0-9]+(?:-[a-z0-9]+)*", known.code)
         assert all(wording.weight >= 8 or wording.whole_line for wording in known.says)
         assert set(known.doctor) <= DOCTOR.keys()
-        assert set(known.needs) <= {"file", "machine"}
+        assert set(known.needs) <= {"file", "install", "machine"}
         assert known.role in ("cause", "frame", "remark")
         if known.context or known.unless:
             re.compile(known.context + known.unless)
@@ -287,6 +287,33 @@ SECTIONS = {
             "permission": "permission denied",
         }.items()
     },
+    "torch-not-found/offered": (
+        "ERROR: Could not find a version that satisfies the requirement torch==1.4.0 (from versions: 2.5.0, 2.15.0)"
+    ),
+    "conda-conflict/python": (
+        "LibMambaUnsatisfiableError: Encountered problems while solving:\n  - package "
+        "pytorch-1.5.0-cpu_py37hd91cbb3_0 requires python >=3.7,<3.8.0a0, but none of the providers can be installed"
+    ),
+    "conda-conflict/system": (
+        "UnsatisfiableError: The following specifications were found to be incompatible with your system:\n\n"
+        "  - feature:/linux-64::__glibc==2.31=0\n  - pytorch==2.0.1 -> __cuda[version='>=11.8']"
+    ),
+    **{
+        f"conda-not-found/{name}": (
+            "PackagesNotFoundError: The following packages are not available from current channels:\n\n"
+            f"  - {package}\n\nCurrent channels:\n\n  - https://conda.anaconda.org/pytorch/{platform}\n"
+        )
+        for name, package, platform in (
+            ("name", "torch", "win-64"),
+            ("32-bit", "pytorch", "win-32"),
+            ("mac", "cudatoolkit=11.3", "osx-64"),
+            ("cudatoolkit", "cudatoolkit=11.7", "win-64"),
+        )
+    },
+    "install-proxy/password": (
+        "Retrying (Retry(total=0)) after connection broken by 'OSError('Tunnel connection failed: 407 Proxy "
+        "Authentication Required')': /simple/torch/"
+    ),
 }
 
 

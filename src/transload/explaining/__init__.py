@@ -203,6 +203,9 @@ def _explained(texts: Iterable[str], files: Sequence[str] = (), *, checks: bool,
         machine = file = None
         if "machine" in needs:
             machine = _check_machine(diagnosis(), answer.causes, evidence.around)
+        if "install" in needs:
+            machine = _check_install(diagnosis(), answer.code, evidence)
+            answer = replace(answer, fix=machine.fix) if machine and machine.fits and machine.fix else answer  # noqa: PLW2901
         if "file" in needs and (paths := (*files, *files_in(evidence.near))):
             file = _check_file(diagnosis(), paths[0], evidence.text)
         answers.append(replace(answer, line=answer.line if numbered else 0, machine=machine, file=file))
@@ -436,6 +439,18 @@ def _check_machine(diagnosis: Diagnosis, causes: Sequence[str], text: str) -> Ma
     return MachineCheck(diagnosis.status, fits, cause.code, cause.title, cause.evidence, cause.fix)
 
 
+def _check_install(diagnosis: Diagnosis, code: str, evidence: _Evidence) -> MachineCheck | None:
+    """Why torch cannot be installed on this machine; ``None`` if nothing is known about it."""
+    from transload.explaining.installing import check
+    from transload.steps import fix_of
+
+    reason = check(code, diagnosis.machine, evidence.text, evidence.near[1])
+    if reason is None:
+        return None
+    fix = fix_of(reason.fix)
+    return MachineCheck(diagnosis.status, reason.fits, reason.code, reason.title, reason.evidence, fix)
+
+
 def _check_file(diagnosis: Diagnosis, path: str, text: str) -> FileCheck | None:
     """What loading a file would do; ``None`` if unknown."""
     from transload.checking import check_here
@@ -544,7 +559,7 @@ def report(explanation: Explanation) -> Iterator[Block]:
             code = f"  [{machine.code}]" if machine.code else ""
             words = (printable(which + machine.title, None), ""), (code, "dim")
             yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
-            for text in machine.evidence[:3] if machine.code else ():
+            for text in machine.evidence[:3]:
                 yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
             yield from _steps(machine.fix if machine.fits else ())
         if file := answer.file:

@@ -394,7 +394,7 @@ def index_builds(torch_version: str, platform: str = "linux-x86_64") -> tuple[Bu
     if not release:
         return ()
     row = rows[release]
-    low, high = map(numbers_of, row["python"])
+    low, high = map(numbers_of, row.get("python_on", {}).get(platform) or row["python"])
     return tuple(
         Build(
             torch=release,
@@ -416,6 +416,26 @@ def build_of(torch_version: str, platform: str, build: str = "") -> Build | None
     """One build by its name; without a name the one that a plain ``pip install torch==…`` installs from PyPI."""
     builds = index_builds(torch_version, platform)
     return next((candidate for candidate in builds if (candidate.build == build if build else candidate.on_pypi)), None)
+
+
+def wheel_pythons(torch_version: str, platform: str) -> tuple[Version, Version] | None:
+    """The oldest and the newest CPython for which PyPI has wheels of a release; ``None`` if it has none, or is unknown.
+
+    >>> wheel_pythons("1.4.0", "linux-x86_64"), wheel_pythons("2.3.0", "macos-x86_64")
+    (((3, 5), (3, 8)), None)
+    """
+    for row in table("torch_builds")["earlier"]:
+        if torch_version in row["versions"] and platform in row["python_on"]:
+            low, high = map(numbers_of, row["python_on"][platform])
+            return low, high
+    build = build_of(torch_version, platform) if torch_version in _rows() else None
+    return build.python if build else None
+
+
+def earlier_releases() -> tuple[str, ...]:
+    """The releases before the first of ``releases()``, oldest first."""
+    versions = (version for row in table("torch_builds")["earlier"] for version in row["versions"])
+    return tuple(sorted(versions, key=numbers_of))
 
 
 # -- the wheel that fits the driver, the cards, the platform and the Python of a machine
