@@ -109,6 +109,11 @@ def raise_cuda_error(_: int) -> tuple[int, int]:
     raise RuntimeError("CUDA error")
 
 
+def test_a_mac_without_mps_is_told_that_there_is_no_cuda(bare: pytest.MonkeyPatch) -> None:
+    bare.setattr("sys.platform", "darwin")
+    assert devices_here(["cuda:0"]).absent == "there is no CUDA on a Mac, and this torch finds no mps"
+
+
 def test_mps_is_an_accelerator(bare: pytest.MonkeyPatch) -> None:
     bare.setattr(torch.backends.mps, "is_available", lambda: True)
     bare.setattr(torch.mps, "recommended_max_memory", lambda: 12 * GIB, raising=False)

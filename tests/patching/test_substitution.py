@@ -163,3 +163,20 @@ def test_warning_during_an_import_is_at_the_line_that_imports(tmp_path: Path, mo
         __import__("imported_late")
     patching.undo()
     assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("no_cards")
+def test_mps_takes_the_place_of_cuda_on_a_mac_and_what_it_lacks_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an mps that only says that it is there: no Mac was at hand."""
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 1 << 34, raising=False)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 0)
+    with warnings.catch_warnings(record=True) as said, transload.patch():
+        warnings.simplefilter("always")
+        for name in ("cuda:1", "cuda"):
+            assert substitute(name) == torch.device("mps")
+        assert substitute("mps") == "mps"
+    (warning,) = said
+    assert "It has no float64. PYTORCH_ENABLE_MPS_FALLBACK=1 lets the CPU run what else it lacks" in str(
+        warning.message
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,8 @@ def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devic
         why = "torch finds no GPU; if there is one, `transload doctor` says why"
         if not torch.version.cuda and not torch.version.hip:
             why = f"this torch ({torch.__version__}) is built without CUDA"
+        if sys.platform == "darwin":
+            why = "there is no CUDA on a Mac, and this torch finds no mps"
         return Devices((host,), rank=rank, absent=why)
     current = next((f"{kind}:{module.current_device()}" for kind, module in modules.items()), "mps")
     unmeasured = Devices((host, *map(Device, here), *mps), current, rank)

@@ -101,7 +101,10 @@ def substitute_name(name: str) -> str:
 
             warned.add(pair)
             absent = f"there is no {name} here{f'; {here.absent}' if here.absent else ''}"
-            warn(f"{absent}. Tensors saved on such a device or moved to it go to {other} instead", LandingWarning)
+            # as torch does: it raises an error that names the dtype or the operator
+            lacks = "It has no float64. PYTORCH_ENABLE_MPS_FALLBACK=1 lets the CPU run what else it lacks"
+            goes = f"Tensors saved on such a device or moved to it go to {other} instead"
+            warn(f"{absent}. {goes}{f'. {lacks}' if other == 'mps' else ''}", LandingWarning)
     return _substitutes[key]
 
 

@@ -18,6 +18,7 @@ from tests.diagnose.windows_trees import (
     undriven,
     windows_host,
 )
+from tests.each import each
 
 from transload.diagnose.probes import on_windows, probe, python, system
 from transload.diagnose.report import judge_machine
@@ -130,8 +131,28 @@ def test_release_memory_and_shell(tmp_path: Path) -> None:
     assert (platform.system, platform.distribution_name, platform.shell) == ("Windows", "Windows 11 24H2", "cmd")
     assert (platform.memory, platform.memory_free) == (32 << 30, 20 << 30)
     assert (platform.commit_limit, platform.commit_free, platform.long_paths) == (48 << 30, 30 << 30, False)
-    git = windows_host(tmp_path / "git", environ={"SHELL": "C:\\Program Files\\Git\\usr\\bin\\bash.exe"})
-    assert system.platform(git).shell == "bash"
+
+
+MODULES = "C:\\Program Files\\WindowsPowerShell\\Modules;C:\\WINDOWS\\system32\\WindowsPowerShell\\v1.0\\Modules"
+OWN_MODULES = f"D:\\Dokumente\\WindowsPowerShell\\Modules;{MODULES}"
+BASH = "C:\\Program Files\\Git\\usr\\bin\\bash.exe"
+
+
+@each(
+    ("environ", "shell"),
+    [
+        ({"PSMODULEPATH": OWN_MODULES}, "powershell"),
+        ({"PSModulePath": f"C:\\Users\\Jo Doe\\Documents\\PowerShell\\Modules;{MODULES}"}, "powershell"),
+        ({"PSMODULEPATH": MODULES, "PROMPT": "(env) $P$G"}, "cmd"),
+        ({"PSMODULEPATH": OWN_MODULES, "PROMPT": "$P$G"}, ""),  # one was started from the other
+        ({"PSMODULEPATH": MODULES}, ""),  # an IDE
+        ({"SHELL": BASH}, "bash"),
+        ({"SHELL": BASH, "PROMPT": "$P$G"}, ""),
+        ({}, ""),
+    ],
+)
+def test_shell_by_the_variables_that_it_sets(environ: dict[str, str], shell: str, tmp_path: Path) -> None:
+    assert system.platform(windows_host(tmp_path, environ=environ)).shell == shell
 
 
 def test_toolkit_of_windows(tmp_path: Path) -> None:
