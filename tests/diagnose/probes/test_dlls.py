@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import ntpath
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from tests.diagnose.windows_trees import BASE, SYSTEM, VENV, windows_host
 from tests.each import each
 from tests.pe_forge import dll
 
 from transload.diagnose.elf import Loader
+from transload.diagnose.host import Host
+from transload.diagnose.probes.dlls import DllImport
 from transload.diagnose.probes.libraries import torch_libraries
 from transload.machine import Python, Resolved, TorchInstall, TorchLibraries
 
@@ -199,3 +206,28 @@ def test_known_dll_is_taken_from_system32(tmp_path: Path) -> None:
 def test_files_without_windows_say_nothing(tmp_path: Path) -> None:
     more: Files = {f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, f"{SYSTEM}/kernel32.dll": None}
     assert found(tmp_path, more) == []
+
+
+MAPPED = """
+import torch
+from transload.diagnose.probes.ask import mapped
+for *_, path in mapped():
+    print(path)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="needs Windows")
+def test_windows_loads_the_same_files(tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs torch")
+    asked = subprocess.run([sys.executable, "-c", MAPPED], cwd=tmp_path, capture_output=True, text=True, check=True)
+    real = {ntpath.basename(path).lower(): ntpath.normcase(path) for path in asked.stdout.splitlines()}
+    host = Host()
+    prefixes = (prefix.replace("\\", "/") for prefix in (sys.prefix, sys.base_prefix))
+    python = Python(host.python, "", prefix=next(prefixes), base_prefix=next(prefixes))
+    imported = DllImport(host, python, TorchInstall(ntpath.dirname(spec.origin).replace("\\", "/")))
+    loaded = {name: ntpath.normcase(dll.path) for name, dll in imported.process.loaded.items()}
+    assert {name: real.get(name) for name in loaded} == loaded
+    assert [dll for dll in imported.needed() if not dll.path or dll.problem] == []
+    assert list(imported.unresolved()) == []

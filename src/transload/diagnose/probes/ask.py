@@ -46,6 +46,8 @@ class Report:
 
 def mapped() -> list[tuple[int, int, str]]:
     """Start, end and path of every file mapped into this process; empty if unknown."""
+    if os.name == "nt":
+        return _modules()
     try:
         with open("/proc/self/maps", "rb") as stream:
             lines = [line.split(None, 5) for line in stream.read().splitlines()]
@@ -53,3 +55,17 @@ def mapped() -> list[tuple[int, int, str]]:
         return []
     ranges = [(line[0].split(b"-"), line[5]) for line in lines if len(line) == 6 and line[5].startswith(b"/")]
     return [(int(at[0], 16), int(at[1], 16), os.fsdecode(path.split(b" (deleted)")[0])) for at, path in ranges]
+
+
+def _modules() -> list[tuple[int, int, str]]:
+    """The same on Windows: its modules, of which only the start is asked for."""
+    import ctypes
+
+    kernel = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined]
+    handles, size, name = (ctypes.c_void_p * 4096)(), ctypes.c_ulong(), ctypes.create_unicode_buffer(1 << 15)
+    process = ctypes.c_void_p(-1)  # this one
+    if not kernel.K32EnumProcessModules(process, handles, ctypes.sizeof(handles), ctypes.byref(size)):
+        return []
+    started = handles[: size.value // ctypes.sizeof(ctypes.c_void_p)]
+    ask = kernel.GetModuleFileNameW
+    return [(at, at, name.value) for at in started if at and ask(ctypes.c_void_p(at), name, len(name))]

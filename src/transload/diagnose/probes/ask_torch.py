@@ -16,6 +16,7 @@ LIBRARIES = (
     *("libcuda", "libcublas", "libcudnn", "libcufft", "libcufile", "libcupti", "libcurand", "libcusolver"),
     *("libcusparse", "libnccl", "libnvrtc", "libnvJitLink", "libnvToolsExt", "libnvshmem", "libnvidia-"),
     *("libamdhip64", "libhsa-runtime64", "libMIOpen", "librocblas"),
+    *("nvcuda", "cudart64", "cublas", "cudnn", "cufft64", "curand64", "cusolver64", "cusparse64", "nvrtc", "nvJitLink"),
 )
 """Prefixes of CUDA's and ROCm's files."""
 WORDS = 2000  # Characters of an error or a warning that are kept.
