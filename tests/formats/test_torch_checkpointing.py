@@ -17,6 +17,7 @@ from tests.rank_files import named, whole, write_ranks
 import transload
 from transload import inspect
 from transload.errors import BrokenFileError
+from transload.formats.sets import torch_checkpointing
 
 torch = pytest.importorskip("torch")
 
@@ -61,6 +62,11 @@ def test_a_folder_loads_as_with_the_reader_of_the_package(cases: Path, name: str
     assert transload.verify(case).ok
     with transload.open(case) as handle:
         assert torch.equal(handle.slice("model/rows")[3:5, 1:], expected["model/rows"][3:5, 1:])
+    module = torch.nn.Module()
+    for key in ("rows", "plain"):
+        module.register_buffer(key, torch.zeros_like(expected[f"model/{key}"]))
+    transload.load_into(module, case, strict=False)
+    assert all(torch.equal(value, expected[f"model/{key}"]) for key, value in module.state_dict().items())
     transload.convert(case, tmp_path / "new.pt", key="model")
     written = torch.load(tmp_path / "new.pt", weights_only=True)
     assert all(torch.equal(tensor, expected[f"model/{name}"]) for name, tensor in named(written))
@@ -103,6 +109,9 @@ def test_a_missing_rank_is_named_with_its_rows(cases: Path, tmp_path: Path) -> N
     assert "no file has [4:6] of [7, 2]" in detail(folder, "dcp-piece-missing")
     with pytest.raises(BrokenFileError, match="ranks: 1"):
         transload.load(folder)
+    transload.rescue(folder, tmp_path / "rest.pt", fill="zeros")
+    rows = torch.load(tmp_path / "rest.pt", weights_only=True)["model"]["rows"]
+    assert rows[:, 1].tolist() == [1, 3, 5, 7, 0, 0, 13]
     shutil.rmtree(folder / "ranks")
     assert detail(folder, "rank-missing") == "model: 4 of 4 ranks"
 
@@ -159,6 +168,19 @@ def test_an_index_that_does_not_make_sense_is_a_problem(
 ) -> None:
     problems = codes(inspect(changed(cases / "4/safetensors", tmp_path, change)))
     assert "ranks-unmerged" in problems
+
+
+def test_a_dictionary_that_is_used_a_million_times_takes_bounded_time(
+    cases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_checkpointing, "_MAX_ENTRIES", 1000)
+
+    def repeat(index: Any) -> None:
+        item = index["metadata"]["model"]
+        index["metadata"] |= {f"item{number}": item for number in range(300)}
+
+    folder = changed(cases / "4/safetensors", tmp_path, repeat)
+    assert detail(folder, "ranks-unmerged") == "metadata.pkl is too large"
 
 
 def test_a_path_that_leads_outside_is_not_opened(cases: Path, tmp_path: Path) -> None:

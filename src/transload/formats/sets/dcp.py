@@ -166,7 +166,7 @@ def merge_items(merger: Merger) -> None:
             continue
         if name in items.values:
             merger.values.append(items.values[name]._replace(position=before + len(whole)))
-        elif name in items.listed:
+        elif name in items.listed and name not in items.opaque:
             merger.note("dcp-object-missing", "", name)
         whole += items.inside.get(name, ())
         if name not in items.listed:
@@ -306,6 +306,7 @@ class _Items:
     """The items that indexes list: opened, or only placed.
 
     ``pieces`` are those of tensors, by name and position; ``values`` the objects, and ``inside`` the tensors in them.
+    ``opaque`` are the names of those that cannot be decompressed here.
     """
 
     def __init__(
@@ -315,6 +316,7 @@ class _Items:
         self._places: dict[tuple[str, _At], _Place] = {}
         self._copies: list[tuple[_Place, _Place]] = []
         self.listed: set[str] = set()
+        self.opaque: set[str] = set()
         self.pieces: dict[str, dict[_At, Tensor]] = {}
         self.inside: dict[str, list[Tensor]] = {}
         self.values: dict[str, Value] = {}
@@ -432,6 +434,7 @@ class _Items:
                 except ImportError:  # noted above
                     continue
         for why, names in opaque.items():
+            self.opaque.update(names)
             merger.note("dcp-transformed", f"{why}: {len(names):,} entries: {join_names(names, 3)}", file)
 
     def _place(self, part: str, place: _Place, described: _Described, size: int) -> None:

@@ -20,6 +20,7 @@ from transload.formats.sets import ranks
 from transload.formats.sets.merger import Merger
 from transload.formats.sets.pieces import RankFile, UnmergedError, list_of
 from transload.formats.sets.ranks import RankName
+from transload.frozen import NamedTuple
 from transload.geometry import MAX_BOXES, Box, Split, contiguous, hull, shards
 from transload.io.folder import Listing, relative_path
 from transload.nodes import Dict, short
@@ -28,7 +29,7 @@ _METADATA = "metadata.pkl"
 _VERSIONS = ("1.0", "2.0")
 _USUAL = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,6})\.pt")
 # Keys and values of all dictionaries, however often each is used: a hostile file uses one a million times.
-_MAX_ENTRIES = 50_000_000
+_MAX_ENTRIES = 20_000_000
 
 
 def matches(listing: Listing) -> bool:
@@ -73,6 +74,7 @@ class _Index:
         self.files: dict[str, dict[int, str]] = {}
         self._tensors: dict[str, dict[tuple[Key, ...], object]] = {}
         self._seen: dict[int, dict[int, int]] = {}
+        self._groups: dict[int, list[_Group]] = {}
         self._budget = _MAX_ENTRIES
         self._wrong = ""
         if version not in _VERSIONS:
@@ -135,32 +137,45 @@ class _Index:
     def _divided(self, tensor: Tensor, path: tuple[Key, ...], groups: object, rank: int) -> Tensor:
         """What a rank has of a tensor; ``UnmergedError`` if that is not what the metadata says."""
         name = "/".join(map(str, path))
-        fields = next(
-            (each for each in map(self._table, list_of(groups)) if rank in self._places(each.get("ranks"))), {}
-        )
-        packed = self._table(fields.get("sharding_metadata"))
-        data = self._table(packed.get("data"))
-        shape = size_of(data.get("global_shape"))
-        known = packed.get("type") == "DTensorShardingMetadata"  # a program may have others of its own
-        boxes = self._boxes(shape, data, rank) if known and shape is not None else None
-        if boxes is None or shape is None:
+        if id(groups) not in self._groups:
+            self._groups[id(groups)] = [self._group(each) for each in list_of(groups)]
+        group = next((each for each in self._groups[id(groups)] if rank in each.ranks), None)
+        boxes = group.boxes(rank) if group else None
+        if group is None or boxes is None:
             raise UnmergedError(f"how {name} is divided among the ranks is not clear")
         divided = tensor.is_sharded or tensor.cls in ("DTensor", "ShardedTensor")  # it says so itself
-        wanted = shape if divided else hull(inner for _, inner in boxes)
-        if tensor.shape != wanted or data.get("dtype") != f"torch.{tensor.dtype}":
-            told = f"{str(data.get('dtype')).removeprefix('torch.')[:20]} {list(wanted)}"
-            here = f"{tensor.dtype} {list(tensor.shape)}"
+        here = f"{tensor.dtype} {list(tensor.shape)}"
+        told = f"{group.dtype} {list(group.shape if divided else hull(inner for _, inner in boxes))}"
+        if here != told:
             self._merger.note("ranks-differ", f"{name} is {here} on rank {rank}, where {_METADATA} says {told}")
             raise UnmergedError("the files do not belong together")
-        if divided or (len(boxes) == 1 and boxes[0][0].shape == shape):
+        if divided or (len(boxes) == 1 and boxes[0][0].shape == group.shape):
             return tensor
-        return tensor._replace(
-            shape=shape,
-            stride=contiguous(shape),
-            kind="sharded",
-            storage=None,
-            parts=tuple(cut_out(tensor, boxes, path)),
-        )
+        whole = tensor._replace(shape=group.shape, stride=contiguous(group.shape), kind="sharded", storage=None)
+        return whole._replace(parts=tuple(cut_out(tensor, boxes, path)))
+
+    def _group(self, node: object) -> _Group:
+        """How some ranks have divided a tensor; one without ranks if that is not clear."""
+        fields = self._table(node)
+        packed = self._table(fields.get("sharding_metadata"))
+        data = self._table(packed.get("data"))
+        mesh = self._table(data.get("mesh_spec"))
+        shape, sizes = size_of(data.get("global_shape")), size_of(mesh.get("mesh_shape"))
+        splits: list[tuple[int, int] | None] = []
+        for placement in map(self._table, list_of(data.get("placements"))):
+            kind, dim, factor = placement.get("type"), placement.get("dim"), placement.get("split_factor", 1)
+            if kind == "Replicate":
+                splits.append(None)
+            elif kind in ("Shard", "StridedShard") and type(dim) is int and type(factor) is int:
+                splits.append((dim, factor))
+        known = packed.get("type") == "DTensorShardingMetadata"  # a program may have others of its own
+        if not known or shape is None or sizes is None or len(splits) != len(sizes):
+            return _Group({}, (), "", (), {}, ())
+        if not all(split is None or (0 <= split[0] < len(shape) and 0 < split[1] <= MAX_BOXES) for split in splits):
+            return _Group({}, (), "", (), {}, ())
+        dtype = str(data.get("dtype")).removeprefix("torch.")[:20]
+        places = self._places(mesh.get("mesh_data"))
+        return _Group(self._places(fields.get("ranks")), shape, dtype, sizes, places, tuple(splits))
 
     def _places(self, node: object) -> dict[int, int]:
         """Ranks, each with its place among them; the same tuple is used by many tensors."""
@@ -168,30 +183,32 @@ class _Index:
             self._seen[id(node)] = {rank: at for at, rank in enumerate(list_of(node)) if type(rank) is int}
         return self._seen[id(node)]
 
-    def _boxes(self, shape: tuple[int, ...], data: dict[Key, Any], rank: int) -> list[tuple[Box, Box]] | None:
-        """The boxes of a DTensor that a rank has; ``None`` if that is not clear."""
-        mesh = self._table(data.get("mesh_spec"))
-        sizes, place = size_of(mesh.get("mesh_shape")), self._places(mesh.get("mesh_data")).get(rank)
-        placements = [self._table(each) for each in list_of(data.get("placements"))]
-        if sizes is None or place is None or len(placements) != len(sizes) or not place < prod(sizes):
+
+class _Group(NamedTuple):
+    """How ``ranks`` have divided a tensor: its shape and dtype, the sizes of their mesh, and the place of each in it.
+
+    ``splits`` has, for each dimension of the mesh, that of the tensor that it splits, with the factor, or ``None``.
+    """
+
+    ranks: dict[int, int]
+    shape: tuple[int, ...]
+    dtype: str
+    sizes: tuple[int, ...]
+    places: dict[int, int]
+    splits: tuple[tuple[int, int] | None, ...]
+
+    def boxes(self, rank: int) -> list[tuple[Box, Box]] | None:
+        """The boxes that a rank has, each with its box of the rank's own tensor; ``None`` if that is not clear."""
+        place = self.places.get(rank, -1)
+        if not 0 <= place < prod(self.sizes):
             return None
         splits: list[Split] = []
-        for size, placement in zip(reversed(sizes), reversed(placements), strict=True):
+        for size, split in zip(reversed(self.sizes), reversed(self.splits), strict=True):
             place, at = divmod(place, size)
-            dim, factor = placement.get("dim"), placement.get("split_factor", 1)
-            if placement.get("type") == "Replicate":
-                continue
-            if (
-                placement.get("type") not in ("Shard", "StridedShard")
-                or type(dim) is not int
-                or type(factor) is not int
-            ):
-                return None
-            if not 0 <= dim < len(shape) or not 0 < factor <= MAX_BOXES:
-                return None
-            splits.insert(0, Split(dim, size, at, factor))
+            if split is not None:
+                splits.insert(0, Split(split[0], size, at, split[1]))
         try:
-            return shards(shape, splits)
+            return shards(self.shape, splits)
         except LookupError:
             return None
 
