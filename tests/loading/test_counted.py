@@ -95,8 +95,16 @@ def test_storage_without_a_class_is_not_counted_and_is_a_broken_file_error(stora
 
 # Modules that read and describe unusual files. Importing them takes a third of the time of a first load.
 MODULES_FOR_RARE_FILES = (
-    *("formats.origin_record", "formats.rare_opcodes", "formats.tensor_pattern", "judge.names", "judge.problems"),
-    *("judge.safety", "loading.accelerators", "opening.engine", "loading.rebuild_tensors", "loading.refusal"),
+    *("formats.origin_record", "formats.rare_opcodes", "formats.record_pattern", "formats.tensor_pattern"),
+    *(
+        "judge.names",
+        "judge.problems",
+        "judge.safety",
+        "loading.accelerators",
+        "opening.engine",
+        "loading.rebuild_tensors",
+        "loading.refusal",
+    ),
 )
 
 

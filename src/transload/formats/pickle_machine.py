@@ -2,7 +2,7 @@
 
 ``run`` reads one pickle; ``pickle_streams`` those of unknown length, and several that follow one another.
 ``_execute`` is the loop over the frequent opcodes, ``_common`` runs the others that torch.save writes, and
-``rare_opcodes`` all the rest.
+``rare_opcodes`` all the rest. ``tensor_pattern`` and ``record_pattern`` read many opcodes at once in large files.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
     calls, persistent = vm.out.calls, vm.out.persistent
     memo: Any = vm.memo
     read_tensor: Callable[[int, list[Any], list[Any]], int] | None = None
+    read_record: Callable[[Call, int, list[Any]], int] | None = None
     rare: Callable[[PickleMachine, int], None] | None = None
     stack = vm.stack
     push = stack.append
@@ -196,6 +197,13 @@ def _execute(vm: PickleMachine) -> None:  # one loop, opcodes by frequency: 0.2 
                 args = stack.pop()
                 node = stack[-1] = Call(stack[-1], args, "newobj", pos)
                 calls.append(node)
+                if memoized and put > 0xFFF and vm.read_array is None:  # a large index
+                    if read_record is None:
+                        from transload.formats.record_pattern import RecordPattern
+
+                        read_record = RecordPattern(vm).read
+                    if end := read_record(node, pos, memo):
+                        pos, put = end, len(memo)
             elif op == 0x7D:  # EMPTY_DICT
                 push(Dict([]))
             elif op == 0x75:  # SETITEMS
@@ -260,7 +268,7 @@ def _common(vm: PickleMachine, op: int) -> None:
             if target.states is None:
                 target.states = []
             target.states.append(state)
-            if (array := vm.read_array(target)) is not None:
+            if vm.read_array is not None and (array := vm.read_array(target)) is not None:
                 stack[-1] = array
         else:
             vm.out.built.append((target, state))

@@ -67,7 +67,7 @@ class PickleMachine:
         self.given: set[int] = set()
         self.loader: object = _UNSET
         self.read_storage: Callable[[Any, int], Persistent | None] = lambda _args, _end: None
-        self.read_array: Callable[[Call], Any] = lambda _made: None
+        self.read_array: Callable[[Call], Any] | None = None
         self.out = Pickle(name, start)
 
     # -- reading arguments

@@ -1,9 +1,10 @@
-"""The tensor pattern builds the same graph as the machine does opcode by opcode, for intact and damaged streams."""
+"""The patterns build the same graph as the machine does opcode by opcode, for intact and damaged streams."""
 
 from __future__ import annotations
 
 import io
 import os
+import pickle
 import struct
 import zipfile
 from collections.abc import Callable
@@ -14,8 +15,11 @@ from typing import Any
 import pytest
 import torch
 from tests.each import each
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from transload.formats.pickle_machine import run
+from transload.formats.record_pattern import RecordPattern
 from transload.formats.tensor_pattern import TensorPattern
 from transload.nodes import Big, Call, Dict, Extension, Global, OutOfBand, Persistent, Pickle, Set
 
@@ -72,6 +76,24 @@ def legacy_pickle() -> bytes:
     return data[position : run(data, position).end]
 
 
+def index(pieces: int = 500, *, protocol: int = 4) -> bytes:
+    """The index of a DCP directory, with numbers of all lengths, and texts that are new or known."""
+    described: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for number in range(pieces):
+        name, sizes = f"layers.{number // 8}.weight", ((3 * number, 2), (70_000, 1, 5, 6), (9,))[number // 8 % 3]
+        offsets = torch.Size([number % 8 * sizes[0], *([0] * (len(sizes) - 1))])
+        chunk = metadata.ChunkStorageMetadata(offsets, torch.Size(sizes))
+        entry = metadata.TensorStorageMetadata(metadata.TensorProperties(), torch.Size(sizes), [])
+        described.setdefault(name, entry).chunks.append(chunk)
+        key = metadata.MetadataIndex("".join(name) if number % 2 else str(name.encode(), "ascii"), offsets, number)
+        places[key] = _StorageInfo(f"__{number % 3}_0.distcp", number**4, 1 << number % 40)
+        if number % 9 == 0:
+            described[f"steps.{number}"] = metadata.BytesStorageMetadata()
+            places[metadata.MetadataIndex(f"steps.{number}")] = _StorageInfo("\xe9.distcp", number, 1)
+    return pickle.dumps(metadata.Metadata(described, storage_data=places), protocol)
+
+
 STREAMS: dict[str, Callable[[], bytes]] = {
     "weights": lambda: pickle_in(weights()),
     "shared": lambda: pickle_in(shared()),
@@ -80,6 +102,7 @@ STREAMS: dict[str, Callable[[], bytes]] = {
     "gradients": lambda: pickle_in(with_gradients()),
     "legacy": legacy_pickle,
     "protocol 4": lambda: pickle_in(weights(), pickle_protocol=4),
+    "index": index,
 }
 
 
@@ -90,14 +113,24 @@ def stream(request: pytest.FixtureRequest) -> bytes:
 
 @pytest.fixture
 def run_without_pattern(monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], Pickle]:
-    """Run the machine without the pattern."""
+    """Run the machine without the patterns."""
 
     def run_slowly(data: bytes) -> Pickle:
         with monkeypatch.context() as patch:
             patch.setattr(TensorPattern, "read", lambda *_: 0)
+            patch.setattr(RecordPattern, "read", lambda *_: 0)
             return run(data)
 
     return run_slowly
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether it is a plain value, or a tuple of numbers, perhaps in another: sharing it changes nothing."""
+    if type(node) is tuple and len(node) == 1:
+        (node,) = node
+    return type(node) in (bool, int, float, str, bytes, type(None)) or (
+        type(node) is tuple and all(type(part) is int for part in node)
+    )
 
 
 class GraphText:
@@ -110,7 +143,7 @@ class GraphText:
         self.kept: list[Any] = []  # alive, so that no id is reused
 
     def number(self, node: Any) -> str:
-        if node is None or type(node) in (bool, int, float, str, bytes) or node == ():
+        if _is_plain(node):
             return repr(node)
         if id(node) not in self.numbers:
             self.numbers[id(node)] = len(self.numbers)
@@ -154,6 +187,21 @@ def test_pattern_reads_nearly_all_tensors_of_ordinary_files(monkeypatch: pytest.
     assert sum(end > 0 for end in ends) > 0.95 * len(ends)
 
 
+@each("protocol", [4, 5])
+def test_pattern_reads_nearly_all_objects_of_an_index(protocol: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[int] = []
+    read = RecordPattern.read
+
+    def counting(self: RecordPattern, *args: Any) -> int:
+        ends.append(read(self, *args))
+        return ends[-1]
+
+    monkeypatch.setattr(RecordPattern, "read", counting)
+    assert not run(index(2000, protocol=protocol)).broken
+    assert sum(end > 0 for end in ends) > 4000
+    assert sum(end > 0 for end in ends) > 0.9 * len(ends)
+
+
 def test_graph_is_the_same_with_and_without_the_pattern(
     stream: bytes, run_without_pattern: Callable[[bytes], Pickle]
 ) -> None:
@@ -184,7 +232,7 @@ def damaged(data: bytes, random: Random) -> bytes:
             case 0:
                 raw[at] = random.randrange(256)
             case 1:
-                raw[at] = random.choice(b"hjKMJqrXtQR()\x85\x86\x87\x88\x89N.")
+                raw[at] = random.choice(b"hjKMJqrXtQR()ub}\x81\x85\x86\x87\x88\x89\x8a\x8c\x94N.")
             case 2:
                 del raw[at : at + span]
             case 3:
@@ -259,9 +307,53 @@ CASES: dict[str, bytes] = {
 }
 
 
-@each("name", list(CASES))
+def record(*values: bytes, names: tuple[bytes, ...] = (b"h\2", b"h\3", b"h\4"), end: bytes = b"ub") -> bytes:
+    """An object as an index has it; memo entries 0 to 4 are two classes, and the names of three attributes."""
+    attributes = b"".join(name + value for name, value in zip(names, values, strict=False))
+    return b"h\0)\x81\x94}\x94(" + attributes + end
+
+
+def list_of_records(*records: bytes, first: bytes = b"\x8c\1a") -> bytes:
+    """The pickle of a list of objects, in the long memo of a large file."""
+    classes = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n\x94ctorch\nSize\n\x94"
+    names = first + b"\x94X\1\0\0\0b\x94X\1\0\0\0c\x94N" + b"\x94" * 5000
+    return b"\x80\4" + classes + names + b"(" + b"".join(records) + b"l."
+
+
+SIZE = b"h\1K\1M\1\1\x86\x94\x85\x94R\x94"
+USUAL = record(b"K\1", b"\x8c\4name\x94", SIZE)
+RECORDS: dict[str, bytes] = {
+    "plain": list_of_records(USUAL, USUAL, USUAL),
+    "entries are read later": list_of_records(USUAL, USUAL, *(b"j" + struct.pack("<I", 5000 + i) for i in range(20))),
+    "an object that gets a second state": list_of_records(USUAL, USUAL + b"}b", USUAL + b"j\x8d\x13\0\0}b0"),
+    "a size that gets a state": list_of_records(USUAL, USUAL + b"j\x98\x13\0\0}b0", USUAL),
+    "a text with another length": list_of_records(USUAL, record(b"K\1", b"\x8c\3name\x94", SIZE), USUAL),
+    "a text beyond the next opcode": list_of_records(USUAL, record(b"K\1", b"\x8c\6name\x94\x94", SIZE), USUAL),
+    "an entry that comes later": list_of_records(USUAL, record(b"j\0\1\1\0", b"\x8c\4name\x94", SIZE), USUAL),
+    "two sizes for one": list_of_records(USUAL, USUAL.replace(b"\x86\x94\x85", b"\x85\x94\x85"), USUAL),
+    "one size for two": list_of_records(USUAL, USUAL.replace(b"K\1M\1\1\x86", b"K\1\x86"), USUAL),
+    "more values than names": list_of_records(USUAL, record(b"K\1", b"K\2", SIZE, end=b"K\1ub"), USUAL),
+    "a name that is not a text": list_of_records(*[record(b"K\1", b"K\2", names=(b"h\2", b"h\5"))] * 3),
+    "a name that cannot be hashed": list_of_records(b"]\x94", *[record(b"K\1", names=(b"j\x8d\x13\0\0",))] * 3),
+    "the same name twice": list_of_records(*[record(b"K\1", b"K\2", names=(b"h\2", b"h\2"))] * 3),
+    "a call of the loader of storages": list_of_records(
+        b"ctorch.storage\n_load_from_bytes\n\x94", *[record(SIZE.replace(b"h\1", b"j\x8d\x13\0\0"))] * 3
+    ),
+    "a call of a number": list_of_records(*[record(SIZE.replace(b"h\1", b"h\5"))] * 3),
+    "the first short text": list_of_records(USUAL, USUAL, first=b"X\1\0\0\0a"),
+    "memo entries out of order": list_of_records(USUAL, b"Nr\0\0\1\0", USUAL, USUAL),
+    "a memo entry is rewritten": list_of_records(USUAL, USUAL, b"h\3q\x020", USUAL, USUAL),
+    "objects of many shapes": list_of_records(
+        *(record(*(b"K\1" if i >> bit & 1 else SIZE for bit in range(3))) for i in range(8)), *[USUAL] * 3
+    ),
+    "cut short": list_of_records(USUAL, USUAL)[:-4],
+}
+
+
+@each("name", list(CASES | RECORDS))
 def test_graph_of_an_odd_stream_is_the_same(name: str, run_without_pattern: Callable[[bytes], Pickle]) -> None:
-    assert graph_text(run(CASES[name])) == graph_text(run_without_pattern(CASES[name]))
+    data = (CASES | RECORDS)[name]
+    assert graph_text(run(data)) == graph_text(run_without_pattern(data))
 
 
 def test_tensors_do_not_share_their_sizes() -> None:
