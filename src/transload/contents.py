@@ -381,17 +381,22 @@ class Contents(Frozen):
     @property
     def dead_nbytes(self) -> int:
         """Storage bytes that belong to no tensor: saving a view saves its whole base."""
-        spans: dict[str | None, list[tuple[int, int]]] = {storage.id: [] for storage in self.storages}
+        sizes: dict[str | None, int] = {storage.id: storage.nbytes for storage in self.storages}
+        spans: dict[str | None, list[tuple[int, int]]] = {}
         for tensor in self._all_tensors:
-            if tensor.storage in spans and tensor.numel:
-                spans[tensor.storage].append(byte_span(tensor))
+            if sizes.get(tensor.storage) and tensor.numel:
+                low, high = byte_span(tensor)
+                if low <= 0 and high >= sizes[tensor.storage]:
+                    sizes[tensor.storage] = 0  # as nearly always: nothing of it is dead
+                else:
+                    spans.setdefault(tensor.storage, []).append((low, high))
         dead = 0
-        for storage in self.storages:
+        for storage, size in sizes.items():
             covered = end = 0  # the length and the end of the union of spans so far
-            for low, high in sorted(spans[storage.id]):
+            for low, high in sorted(spans.get(storage, ())):
                 covered += max(0, high - max(low, end))
                 end = max(end, high)
-            dead += max(0, storage.nbytes - covered)
+            dead += max(0, size - covered)
         return dead
 
     @property

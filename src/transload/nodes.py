@@ -8,6 +8,7 @@ only to themselves. The graph may share nodes and contain cycles: everything tha
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
+from operator import attrgetter
 from typing import Any
 
 from transload.dtypes import STORAGES
@@ -361,7 +362,7 @@ def called(node: Call) -> str:
 
 def calls_of(pickle: Pickle, names: Container[str], name_of: Callable[[Call], str] = called) -> Iterator[Call]:
     """The calls whose callee has one of some names. A million calls have few callees, each of which is named once."""
-    callees = {id(call.callee): call for call in pickle.calls}
+    callees = dict(zip(map(id, map(attrgetter("callee"), pickle.calls)), pickle.calls, strict=True))
     chosen = {key for key, call in callees.items() if name_of(call) in names}
     return (call for call in pickle.calls if id(call.callee) in chosen) if chosen else iter(())
 

@@ -770,6 +770,17 @@ class TestUnrecognised:
             (tmp_path / str(n)).touch()
         assert codes(read_dir(tmp_path)) == ["directory-too-long", "directory-unknown"]
 
+    def test_checkpoint_of_more_files_than_other_directories_may_have(
+        self, dcp: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        expected = read_dir(dcp)
+        for n in range(MAX_ENTRIES + 1):
+            (dcp / f"__9_{n}.distcp").touch()
+        checkpoint = read_dir(dcp)
+        assert (checkpoint.tensors, codes(checkpoint)) == (expected.tensors, codes(expected))
+        monkeypatch.setattr(sets, "MAX_MEMBERS", MAX_ENTRIES + 1)
+        assert f"first {MAX_ENTRIES + 1:,} entries" in problem(read_dir(dcp), "directory-too-long").detail
+
     @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs os.mkfifo")
     def test_named_pipe_does_not_block(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "model.safetensors")

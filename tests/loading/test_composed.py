@@ -13,6 +13,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import pytest
@@ -156,6 +157,29 @@ def test_many_items_are_opened_when_they_are_read(tmp_path: Path, monkeypatch: p
         monkeypatch.undo()
         for name, tensor in tensors.items():
             assert torch.equal(handle[name], tensor)
+
+
+def test_pieces_that_are_not_plain_arrays_are_the_same_among_few_and_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized = torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8)
+    folders = [save({"q": quantized, "w": torch.ones(2)}, tmp_path / "q")]
+    sparse = torch.eye(3).to_sparse()
+    for name, tensor in (("s", sparse), ("m", torch.empty(900, 900, device="meta"))):  # which torch does not write
+        folder = write_pieces(tmp_path / name, {name: (torch.ones(tensor.shape), [((0, 0), (*tensor.shape,))])})
+        torch.save(tensor, folder / "__0_0.distcp")
+        rewritten(folder, lambda index: fit(index, folder))  # noqa: B023 - called at once
+        if name == "s":
+            raw = (folder / ".metadata").read_bytes()
+            (folder / ".metadata").write_bytes(raw.replace(b"\x8c\rtorch.strided", b"\x8c\x10torch.sparse_coo"))
+        folders.append(folder)
+    for folder in folders:
+        few = inspect(folder).tensor(folder.name)
+        with monkeypatch.context() as patch:
+            patch.setattr(sets.dcp, "FEW_ITEMS", -1)
+            many = inspect(folder).tensor(folder.name)
+        assert many == few
+        assert few.kind in ("quantized", "sparse_coo", "meta")
 
 
 def test_rows_of_a_piece_that_is_not_saved_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,6 +367,28 @@ def split_by_rank(folder: Path) -> None:
             entry.chunks = [chunk for chunk in entry.chunks if (name, chunk.offsets) in kept]
         own.state_dict_metadata = {name: entry for name, entry in own.state_dict_metadata.items() if entry.chunks}
         (folder / f"__{rank}.metadata").write_bytes(pickle.dumps(own))
+
+
+def test_path_that_an_index_repeats_is_compared_once() -> None:
+    path = tuple("x" * 10_000 for _ in range(100))
+    name = ".".join(path)
+    before = process_time()
+    assert sets.dcp._paths([(name, path)] * 100_000, [name]) == {name: path}
+    assert process_time() - before < 3  # each comparison takes a tenth of a millisecond
+    assert sets.dcp._paths([("a.b", ("a", "b")), ("a.b.c", ("a", "b", "c"))], ["a.b", "a.b.c"]) == {}
+
+
+def test_list_of_pieces_that_tensors_share_is_refused(tmp_path: Path) -> None:
+    boxes = [((row,), (1,)) for row in range(100)]
+    folder = write_pieces(tmp_path / "d", {"w": (torch.arange(100.0), boxes)})
+
+    def share(index: Any) -> None:
+        index.state_dict_metadata = {f"w{n}": index.state_dict_metadata["w"] for n in range(100)}
+
+    assert "dcp-metadata-invalid" not in [problem.code for problem in inspect(folder).problems]
+    rewritten(folder, share)
+    details = [problem.detail for problem in inspect(folder).problems if problem.code == "dcp-metadata-invalid"]
+    assert details[0] == "several tensors have the same list of pieces"
 
 
 def test_indexes_of_all_ranks_are_merged(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from transload.io.sources import FileSource, Source, is_folder
 
 # A directory of ten million files must not be listed to its end before anything is reported.
 MAX_ENTRIES = 10_000
+# One that is a checkpoint may have a file for each piece; 64 ranks that save a large model write 138,000.
+MAX_MEMBERS = 1_000_000
 
 
 class Folder:
@@ -117,6 +119,11 @@ class Listing(NamedTuple):
     links: frozenset[str] | set[str] = frozenset()
     dangling: tuple[str, ...] = ()
     cut: bool = False
+
+    @property
+    def entries(self) -> int:
+        """The number of entries in it."""
+        return len(self.files) + len(self.folders) + len(self.dangling)
 
     def text(self, name: str) -> str:
         """The text of a small file such as ``latest``; empty if it does not exist or cannot be read."""

@@ -25,7 +25,7 @@ from transload.formats.sets import (
 from transload.formats.sets.merger import Merger, OpenFile, ReadFile, ReadItem, listed
 from transload.formats.sets.single import checkpoint_files
 from transload.frozen import replace
-from transload.io.folder import MAX_ENTRIES, Folder, Listing
+from transload.io.folder import MAX_ENTRIES, MAX_MEMBERS, Folder, Listing
 
 __all__ = ["read"]
 
@@ -74,6 +74,8 @@ def read(
         checkpoint = sharded.read_index(merger, index)
         return replace(checkpoint, path=folder.path(index))
     listing = folder.list()
+    if listing.cut and any(kind.matches(listing) for kind in _KINDS):
+        listing = folder.list(most=MAX_MEMBERS)
     kinds = (kind for kind in (*_KINDS, single, ranks.Numbered()) if kind.matches(listing))
     found = (kind.read(Merger(listing, read_file, open_file, read_item, lazy=lazy)) for kind in kinds)
     checkpoint = next(filter(None, found), None) or _describe_unknown(listing)
@@ -82,7 +84,7 @@ def read(
     noted = LimitedProblems()
     noted.extend(checkpoint.problems)
     if listing.cut:
-        noted.add("directory-too-long", "", f"only its first {MAX_ENTRIES:,} entries were looked at")
+        noted.add("directory-too-long", "", f"only its first {listing.entries:,} entries were looked at")
     if listing.dangling:
         noted.add("link-dangling", "", f"{len(listing.dangling):,} links lead nowhere: {join_names(listing.dangling)}")
     members = {part.name for part in checkpoint.parts}

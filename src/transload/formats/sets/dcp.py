@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from functools import reduce
 from glob import escape, glob
+from itertools import accumulate
 from math import prod
 from typing import Any, TypeGuard
 
@@ -26,7 +28,7 @@ from transload.formats.sets.merger import Merger, listed
 from transload.formats.sets.pieces import assembled, lost_words, overlap_words
 from transload.frozen import NamedTuple
 from transload.geometry import contiguous
-from transload.io.folder import Listing, relative_path
+from transload.io.folder import MAX_MEMBERS, Listing, relative_path
 from transload.io.sources import Slice, Source
 from transload.nodes import Call, Dict, Global, short
 from transload.render.words import plural
@@ -36,8 +38,12 @@ METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 # Opening an item takes up to a millisecond. If there are more, those of tensors are opened when they are read.
 FEW_ITEMS = 1_000
+# Those that are not plain arrays are opened at once. A hostile index can say so of a million.
+_MAX_ODD = 1_000
 # A path of a million steps would take as long to make for each of a million entries.
 MAX_LEVELS = 100
+# The bytes of an index that describe a piece: at least so many. Tensors that share a long list would have more pieces.
+_MIN_PIECE = 20
 # Items that several ranks have are compared as far as this number of bytes at their ends tells.
 _MAX_COMPARED = 1 << 14
 
@@ -59,11 +65,15 @@ class _Place(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """What an index says of a tensor: the position and the sizes of each piece."""
+    """What an index says of a tensor: the position and the sizes of each piece.
+
+    It is ``dense`` if it is neither sparse nor quantized.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     chunks: dict[_At, tuple[int, ...]]
+    dense: bool
 
 
 def matches(listing: Listing) -> bool:
@@ -122,7 +132,7 @@ def _merge_folders(merger: Merger, folders: list[str]) -> None:
     kinds = [name.rstrip("_0123456789") for name in folders]
     for name, kind in zip(folders, kinds, strict=True):
         tensors, values, leaves = len(merger.tensors), len(merger.values), len(merger.leaves)
-        merger.listing = listed(top.folder, top.prefix + name, merger.noted)
+        merger.listing = listed(top.folder, top.prefix + name, merger.noted, MAX_MEMBERS)
         merge_items(merger)
         if kinds.count(kind) > 1:
             merger.tensors[tensors:] = [moved_tensor(each, "", (name,)) for each in merger.tensors[tensors:]]
@@ -218,11 +228,17 @@ def _entries(merger: Merger, tables: dict[str, dict[str, object]]) -> tuple[dict
     entries: dict[str, _Described | None] = {}
     owners: dict[str, str] = {}
     unknown: list[str] = []
+    sizes = _Sizes()
+    room = sum(merger.listing.files[name] for name in tables)
     for index, fields in tables.items():
         for name, node in _pairs(fields.get("state_dict_metadata")):
             if type(name) is not str:
                 continue
-            described = _described(_state(node, "TensorStorageMetadata"))
+            described = _described(_state(node, "TensorStorageMetadata"), sizes)
+            room -= len(described.chunks) * _MIN_PIECE if described else 0
+            if room < 0:
+                merger.note("dcp-metadata-invalid", "several tensors have the same list of pieces", index)
+                return entries, unknown
             before = entries.get(name)
             if described is None and not _is_a(node, "BytesStorageMetadata"):
                 unknown.append(name)
@@ -242,22 +258,24 @@ def _entries(merger: Merger, tables: dict[str, dict[str, object]]) -> tuple[dict
     return entries, unknown
 
 
-def _described(fields: dict[str, object]) -> _Described | None:
-    shape, raw = size_of(fields.get("size")), fields.get("chunks")
+def _described(fields: dict[str, object], sizes: _Sizes) -> _Described | None:
+    shape, raw = sizes.of(fields.get("size")), fields.get("chunks")
     if shape is None or not isinstance(raw, list):
         return None
-    # ``TensorProperties`` pickles as a tuple that begins with the dtype; in old releases that is an attribute.
+    # ``TensorProperties`` pickles as a tuple that begins with dtype and layout; in old releases these are attributes.
     properties = fields.get("properties")
     state = properties.states[-1] if _is_a(properties, "TensorProperties") and properties.states else None
-    first = state[0] if isinstance(state, tuple) and state else _state(properties, "TensorProperties").get("dtype")
+    old = _state(properties, "TensorProperties")
+    first, second = (*state, None)[:2] if type(state) is tuple and state else (old.get("dtype"), old.get("layout"))
     dtype = first.name if isinstance(first, Global) and first.module == "torch" else "unknown"
+    sparse = type(second) is Call and type(second.args) is tuple and str(second.args[:1]).startswith("('torch.sparse_")
     chunks: dict[_At, tuple[int, ...]] = {}
     for entry in raw:
         chunk = _state(entry, "ChunkStorageMetadata")
-        at, sizes = size_of(chunk.get("offsets")), size_of(chunk.get("sizes"))
-        if at is not None and sizes is not None and len(at) == len(sizes) == len(shape):
-            chunks[at] = sizes
-    return _Described(dtype, shape, chunks)
+        at, box = sizes.of(chunk.get("offsets")), sizes.of(chunk.get("sizes"))
+        if at is not None and box is not None and len(at) == len(box) == len(shape):
+            chunks[at] = box
+    return _Described(dtype, shape, chunks, not sparse and not dtype.startswith("q"))
 
 
 def _is_a(node: object, kind: str) -> TypeGuard[Call]:
@@ -270,8 +288,26 @@ def _state(node: object, kind: str) -> dict[str, object]:
     if _is_a(node, kind) and node.states:
         state = node.states[-1]
         items = state.items if type(state) is Dict else []
-        return {key: value for key, value in zip(items[::2], items[1::2], strict=False) if type(key) is str}
+        names = items[::2]
+        if {str}.issuperset(map(type, names)):
+            return dict(zip(names, items[1::2], strict=False))  # type: ignore[arg-type]
+        return {key: value for key, value in zip(names, items[1::2], strict=False) if type(key) is str}
     return {}
+
+
+class _Sizes:
+    """The numbers of each ``torch.Size``. In a large index many have the same tuple, which is checked once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[int, ...] | None] = {}
+
+    def of(self, node: object) -> tuple[int, ...] | None:
+        if type(node) is not Call:
+            return size_of(node)
+        key = id(node.callee), id(node.args)  # the graph keeps them alive
+        if key not in self._known:
+            self._known[key] = size_of(node)
+        return self._known[key]
 
 
 def _pairs(node: object) -> list[tuple[object, object]]:
@@ -283,15 +319,25 @@ def _paths(planned: Iterable[tuple[Any, Any]], names: Iterable[str]) -> dict[str
 
     The name ``optim.param_groups.0.lr`` stands for ``("optim", "param_groups", 0, "lr")``.
     """
-    paths: dict[str, tuple[Key, ...]] = {name: path for name, path in planned if _joins_to(name, path)}
+    last = {name: path for name, path in planned if type(name) is str}  # a hostile index may repeat a long one
+    paths: dict[str, tuple[Key, ...]] = {name: path for name, path in last.items() if _joins_to(name, path)}
+    # No entry can be inside another. Slices of a path of a hundred steps would have five thousand.
     taken = {paths.get(name, (name,)) for name in names}
-    inside = any(path[:length] in taken for path in taken for length in range(1, len(path)))
-    return {} if inside else paths  # no entry can be inside another
+    ends = {reduce(_hash, path, 0): path for path in taken}
+    for path in taken:
+        for end in accumulate(path[:-1], _hash, initial=0):
+            if end in ends and path[: len(ends[end])] == ends[end]:
+                return {}
+    return paths
 
 
-def _joins_to(name: Any, path: Any) -> bool:
+def _hash(before: int, step: Key) -> int:
+    return hash((before, step))
+
+
+def _joins_to(name: str, path: Any) -> bool:
     """Whether a path is one that DCP flattens to this name; a hostile one may be endless."""
-    if type(name) is not str or type(path) is not tuple or not 0 < len(path) <= MAX_LEVELS or type(path[0]) is not str:
+    if type(path) is not tuple or not 0 < len(path) <= min(MAX_LEVELS, len(name) + 1) or type(path[0]) is not str:
         return False
     if not all(type(step) is str or (type(step) is int and 0 <= step < 1 << 63) for step in path):
         return False
@@ -315,6 +361,9 @@ class _Items:
         self._merger, self._entries, self._paths = merger, entries, paths
         self._places: dict[tuple[str, _At], _Place] = {}
         self._copies: list[tuple[_Place, _Place]] = []
+        self._sizes = _Sizes()
+        self._layouts: dict[tuple[str, tuple[int, ...]], tuple[int, tuple[int, ...]]] = {}
+        self._odd = 0
         self.listed: set[str] = set()
         self.opaque: set[str] = set()
         self.pieces: dict[str, dict[_At, Tensor]] = {}
@@ -327,19 +376,23 @@ class _Items:
         What several ranks have is listed once. A path that leads out of the directory is never opened.
         """
         merger, incomplete = self._merger, []
+        files: dict[object, str] = {}
         for key, value in pairs:
             position, info = _state(key, "MetadataIndex"), _state(value, "StorageInfo")
             path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
-            file, name = relative_path(path), position.get("fqn")
+            name = position.get("fqn")
+            file = files.get(path) if type(path) is str else ""
+            if file is None:
+                file = files[path] = relative_path(path)
             if path is None or not isinstance(name, str):
                 incomplete.append(short(name)[:200])
             elif not file:
                 merger.note("dcp-path-outside", f"{short(path)[:200]!r} was not opened", index)
-            elif type(offset) is int and type(length) is int and min(offset, length) >= 0:
+            elif type(offset) is int and type(length) is int and offset >= 0 and length >= 0:
                 self.listed.add(name)
                 raw = info.get("transform_descriptors")
                 transforms = tuple(str(each)[:80] for each in raw) if isinstance(raw, list | tuple) else ()
-                at = size_of(position.get("offset")) or ()
+                at = self._sizes.of(position.get("offset")) or ()
                 place = _Place(name, at, file, offset, length, transforms)
                 first = self._places.setdefault((name, at), place)
                 if first is not place:
@@ -414,7 +467,9 @@ class _Items:
         if cut:
             detail = f"it ends at byte {size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
             merger.note("dcp-file-cut", detail, file)
-        present = sum([max(0, min(place.length, size - place.offset)) for place in places])
+        present = sum([place.length for place in places])
+        if cut:
+            present = sum([max(0, min(place.length, size - place.offset)) for place in places])
         if present > size:
             # Verifying a thousand entries for the same gigabyte would read a terabyte.
             merger.note("dcp-items-overlap", f"{len(places):,} entries together are longer than the file", file)
@@ -422,11 +477,11 @@ class _Items:
         opaque: dict[str, list[str]] = {}
         for place in places:
             described = self._entries.get(place.name)
-            if why := why_packed(", ".join(place.transforms)):
+            if place.transforms and (why := why_packed(", ".join(place.transforms))):
                 opaque.setdefault(why, []).append(place.name)
-            if described is not None and (place.transforms or not opens):
-                self._place(part, place, described, size)
-            elif place.offset < size:
+            if described is not None and (place.transforms or not opens) and self._place(part, place, described, size):
+                continue
+            if place.offset < size:
                 try:
                     self._open(source, part, place)
                 except EOFError as error:
@@ -437,21 +492,31 @@ class _Items:
             self.opaque.update(names)
             merger.note("dcp-transformed", f"{why}: {len(names):,} entries: {join_names(names, 3)}", file)
 
-    def _place(self, part: str, place: _Place, described: _Described, size: int) -> None:
-        """List a piece of a tensor whose item is opened when it is read."""
-        name, offset, length = place.name, place.offset, place.length
-        sizes = described.chunks.get(place.at)
+    def _place(self, part: str, place: _Place, described: _Described, size: int) -> bool:
+        """List a piece of a tensor whose item is opened when it is read; false if it must be opened now.
+
+        That is one that is not a plain array: it is sparse or quantized, or too short, as on the meta device.
+        """
+        name, at, _, offset, length, transforms = place
+        dtype, _, chunks, dense = described
+        sizes = chunks.get(at)
         if sizes is None:
-            return
-        nbytes = itemsize(described.dtype, prod(sizes))
+            return True
+        layout = self._layouts.get((dtype, sizes))
+        if layout is None:
+            layout = self._layouts[dtype, sizes] = itemsize(dtype, prod(sizes)), contiguous(sizes)
+        nbytes, stride = layout
+        if not transforms and (length < nbytes or not dense) and self._odd < _MAX_ODD:
+            self._odd += 1
+            return False
         storage = f"{part}@{offset}:0"
         stored = nbytes if offset + length <= size else 0
-        item = Item(offset, length, ", ".join(place.transforms))
+        item = Item(offset, length, ", ".join(transforms))
         self._merger.storages.append(
-            Storage(storage, "0", "cpu", described.dtype, nbytes, stored, None, "", part, tensors=(name,), item=item)
+            Storage(storage, "0", "cpu", dtype, nbytes, stored, None, "", part, tensors=(name,), item=item)
         )
-        piece = Tensor((), name, described.dtype, sizes, contiguous(sizes), "cpu", storage)
-        self.pieces.setdefault(name, {})[place.at] = piece
+        self.pieces.setdefault(name, {})[at] = Tensor((), name, dtype, sizes, stride, "cpu", storage)
+        return True
 
     def _open(self, source: Source, part: str, place: _Place) -> None:
         """Read and merge an item."""
@@ -497,7 +562,7 @@ def _misplaced(source: Source, places: list[_Place]) -> list[_Place]:
 
 def _assembled(merger: Merger, name: str, path: tuple[Key, ...], described: _Described, items: _Items) -> Tensor:
     """A tensor that an index describes: its only piece under the name of the tensor, or all pieces as parts."""
-    dtype, shape, chunks = described
+    dtype, shape, chunks, _ = described
     found = items.pieces.pop(name, {})
     parts: list[Tensor] = []
     for at, sizes in chunks.items():

@@ -13,7 +13,7 @@ from transload.findings import LimitedProblems, join_names
 from transload.formats.nested import joined, moved_storage, moved_tensor
 from transload.formats.pickle_machine import run
 from transload.formats.torch_zip import pickle_problems
-from transload.io.folder import Folder, Listing, relative_path
+from transload.io.folder import MAX_ENTRIES, MAX_MEMBERS, Folder, Listing, relative_path
 from transload.io.sources import Source
 from transload.nodes import Pickle
 
@@ -76,7 +76,7 @@ class Merger(Draft):
                 self.note("latest-missing", f"it names {wanted[:80]!r}, which is not here{here}", file)
             tag = max(steps, key=lambda name: (steps[name], name), default="")
         if tag:
-            self.listing = listed(listing.folder, tag, self.noted)
+            self.listing = listed(listing.folder, tag, self.noted, MAX_MEMBERS)
             self.facts.append((fact, tag))
         return tag
 
@@ -182,10 +182,13 @@ def steps_in(listing: Listing, prefix: str = "") -> dict[str, int]:
     return {match[0]: int(match[1]) for match in matches if match}
 
 
-def listed(folder: Folder, below: str, noted: LimitedProblems) -> Listing:
-    """List a folder; if that fails, add a problem."""
+def listed(folder: Folder, below: str, noted: LimitedProblems, most: int = MAX_ENTRIES) -> Listing:
+    """List a folder; if that fails, or it has more than ``most`` entries, add a problem."""
     try:
-        return folder.list(below)
+        listing = folder.list(below, most)
     except CannotReadError as error:
         noted.add("directory-unreadable", below, error.what)
         return Listing(folder, f"{below}/" if below else "", {}, cut=True)
+    if listing.cut:
+        noted.add("directory-too-long", below, f"only its first {most:,} entries were looked at")
+    return listing
