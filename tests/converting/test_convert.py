@@ -15,11 +15,15 @@ from tests import forge
 from tests.each import each, for_each
 from tests.release import RELEASE, SAVES_NEW_DTYPES
 
-from transload.converting import convert, parts
+from transload import converting
+from transload.converting import Conversion, convert, parts
 from transload.errors import CannotReadError, ContentError, ConvertError, OverflowRefusedError, UsageError
+from transload.formats import sets
 from transload.formats.tensors import Budget
 from transload.nodes import Call, Global
 from transload.opening import inspect
+from transload.opening.elements import ElementReader
+from transload.writing import write_content
 
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors")
@@ -855,6 +859,35 @@ def test_distributed_checkpoint_whose_paths_conflict_keeps_its_flat_names(tmp_pa
     convert(source, tmp_path / "out.pt")
     loaded = load(tmp_path / "out.pt")
     assert (loaded["a"], loaded["d.c"], loaded["d"].tolist()) == ({"b": torch.ones(1)}, 2, [0, 0])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_items_of_a_distributed_checkpoint_are_opened_when_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"w{i}": torch.arange(9.0) + 100 * i for i in range(5)}
+    source = save_distributed({**tensors, "step": 7}, tmp_path / "dcp")
+    convert(source, tmp_path / "few.safetensors")
+    monkeypatch.setattr(sets.dcp, "FEW_ITEMS", -1)
+    pickles: list[int] = []
+
+    def noting(reader: ElementReader, *args: Any, **options: Any) -> Conversion:
+        pickles.append(len(reader.checkpoint.pickles))
+        return write_content(reader, *args, **options)
+
+    monkeypatch.setattr(converting, "write_content", noting)
+    convert(source, tmp_path / "many.safetensors")
+    assert pickles == [2]  # of the index and of the only object
+    assert (tmp_path / "many.safetensors").read_bytes() == (tmp_path / "few.safetensors").read_bytes()
+    convert(source, tmp_path / "many.pt")
+    loaded = load(tmp_path / "many.pt")
+    assert (loaded.pop("step"), same(loaded, tensors)) == (7, True)
+    assert [(part.key, part.tensors) for part in parts(source)] == [("", 5)]
+    (file,) = source.glob("*.distcp")
+    file.write_bytes(file.read_bytes().replace(pack("<f", 304), pack("<f", 305)))
+    with pytest.raises(ConvertError, match=r"1 damaged record: checksum .*w3"):
+        convert(source, tmp_path / "again.safetensors")
+    assert not (tmp_path / "again.safetensors").exists()
 
 
 def test_values_of_all_shards_are_kept(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def convert(
         target = os.path.join(target, usual)
     if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
         raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
-    with OpenCheckpoint(src) as opened:
+    with OpenCheckpoint(src, lazy=True) as opened:
         refuse_broken(opened.checkpoint)
         return write_content(
             opened.elements, target, format_, options, src=src, verify=verify, overwrite=overwrite, progress=progress
@@ -82,7 +82,7 @@ def convert(
 
 def parts(src: SourceLike) -> tuple[Candidate, ...]:
     """The parts of a checkpoint that ``key`` can choose, the whole first."""
-    with OpenCheckpoint(src) as opened:
+    with OpenCheckpoint(src, lazy=True) as opened:
         refuse_broken(opened.checkpoint)
         return candidates(opened.checkpoint)
 

@@ -35,9 +35,14 @@ _Task = tuple[int, int, list[tuple[int, int, int]]]
 def verify_records(source: Source, records: Iterable[Record], storages: Iterable[Storage]) -> list[Problem]:
     """A problem for each record whose bytes do not have the checksum in the directory."""
     checked = [record for record in records if record.offset is not None and record.crc32 is not None]
-    users = {storage.record: storage.tensors for storage in storages}
+    # In a file of several archives, many records have the same name.
+    users = {key: one.tensors for one in storages for key in (one.record, (one.record, one.offset))}
     sums = ((checked[index], value) for index, value in checksums(source, checked).items())
-    return [mismatch(record, value, users.get(record.name, ())) for record, value in sums if value != record.crc32]
+    return [
+        mismatch(record, value, users.get((record.name, record.offset)) or users.get(record.name, ()))
+        for record, value in sums
+        if value != record.crc32
+    ]
 
 
 def new_problems(bad: Iterable[Problem], noted: Sequence[Problem]) -> Iterator[Problem]:

@@ -64,7 +64,7 @@ def records_of(reader: ElementReader) -> Records:
     """The records of each file: those of its archive, or the storages themselves where there is none."""
     archives = {name: checkpoint.records for name, checkpoint in reader.files}
     storages: dict[str, list[Storage]] = {name: [] for name in archives}
-    for storage in reader.checkpoint.storages:
+    for storage in reader.storages():
         storages.setdefault(storage.file, []).append(storage)
     out: Records = {}
     for file, inside in storages.items():

@@ -84,6 +84,12 @@ class ElementReader:
         texts = [file for file, part in self.files if part.traits.metadata == "text"]
         return {key: text for file in texts for key, text in header_metadata(self.open_file(file)).items()}
 
+    def storages(self) -> Iterator[Storage]:
+        """All storages; one in an item that was opened since the checkpoint was read, as it is there."""
+        for storage in self.checkpoint.storages:
+            found = self._located.get(storage.id) if storage.item and not storage.item.packed else None
+            yield self._storages[found.storage or ""] if found else storage
+
     def storage(self, tensor: Tensor) -> Storage | None:
         """The storage of a tensor."""
         return self._storages.get(tensor.storage or "")
@@ -188,7 +194,8 @@ class ElementReader:
         if found.path:  # one of several in an object
             return tensor._replace(storage=found.storage)
         if (found.kind, found.dtype, found.shape) != (tensor.kind, tensor.dtype, tensor.shape):
-            described = f"{found.dtype} {list(found.shape)}, not {tensor.dtype} {list(tensor.shape)}"
+            kind = f"a {found.kind} " if found.kind != tensor.kind else ""
+            described = f"{kind}{found.dtype} {list(found.shape)}, not {tensor.dtype} {list(tensor.shape)}"
             raise self.incomplete(tensor, f"{storage.file} has {described}")
         return tensor._replace(storage=found.storage, stride=found.stride, offset=found.offset, flags=found.flags)
 
@@ -213,7 +220,8 @@ class ElementReader:
             self._packed[name] = Inflating(source, item.offset, item.length, inside.size, unpacked_item)
             self._storages[name] = place._replace(id=name, file=storage.file)
         else:
-            self._storages[name] = moved_storage(place, f"{storage.id}:", (), item.offset, storage.file)
+            moved = moved_storage(place, f"{storage.id}:", (), item.offset, storage.file)
+            self._storages[name] = moved._replace(tensors=storage.tensors)
         return (found or tensor)._replace(storage=name)
 
     def file_range(self, tensor: Tensor) -> FileRange | None:

@@ -260,8 +260,8 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
     Storages whose checksum was computed while they were written are not read again.
     """
     reader = job.reader
-    tensors = [tensor for entry in entries for tensor in (entry.tensor, *entry.tensor.parts)]
-    unchecked = {tensor.storage for tensor in tensors if tensor.storage}
+    tensors = (tensor for entry in entries for tensor in (entry.tensor, *entry.tensor.parts))
+    unchecked = {reader.located(tensor).storage for tensor in tensors if tensor.storage}
     damaged: list[str] = []
     for entry in entries:
         run, crc32, storage = entry.run, entry.crc32, reader.storage(entry.tensor)
@@ -271,7 +271,7 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
             unchecked.discard(storage.id)
             if storage.crc32 != crc32:
                 damaged.append(f"checksum {crc32:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
-    used = [s for s in reader.checkpoint.storages if s.id in unchecked and s.crc32 is not None]
+    used = [s for s in reader.storages() if s.id in unchecked and s.crc32 is not None]
     # In a file of several archives, many records have the same name, and only the position tells them apart.
     places = {place for s in used for place in ((s.file, s.record), (s.file, s.record, s.offset))}
     for file, records in records_of(reader).items():
