@@ -1,4 +1,4 @@
-"""A directory of ``torch.distributed.checkpoint`` with very many entries: the CPU time of reading its index, and memory.
+"""A directory of ``torch.distributed.checkpoint`` with very many entries: CPU time of reading its index, and memory.
 
     python bench/dcp_index.py [--tensors 720] [--ranks 64] [--states 2] [--folder DIR]
 
