@@ -2,9 +2,10 @@
 
 Usage: python bench/doctor.py
 
-With a fake driver: every result of cuInit and every result of NVML that matters, on four kinds of host. Over the
-healthy matrix: every torch, every GPU that it has code for, the oldest driver that works. Also the time of a run
-without torch, compared with the start of the interpreter, and of a run whose driver hangs.
+With a fake driver: every result of cuInit and every result of NVML that matters, on four kinds of host, and every
+state of a Windows machine. Over the healthy matrix: every torch, every GPU that it has code for, the oldest driver that
+works. Also the time of a run without torch, compared with the start of the interpreter, and of a run whose driver
+hangs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from tests.diagnose.scenarios import diagnose, named, scenarios
-from tests.diagnose.test_healthy_matrix import AROUND, combinations
+from tests.diagnose.test_healthy_matrix import AROUND, combinations, windows_combinations
+from tests.diagnose.windows_scenarios import WINDOWS_SCENARIOS, diagnose_windows
 from tests.fake_driver import fake_libcuda, hangs
 
 from transload.diagnose.report import judge_machine
@@ -51,6 +53,13 @@ def causes() -> bool:
         right[around] += code in world.truth.split("|")
         if code not in world.truth.split("|"):
             print(f"  wrong: {name}, {around}: named {code or 'nothing'}, the cause is {world.truth or 'nothing'}")
+    for name, scenario in WINDOWS_SCENARIOS.items():
+        with TemporaryDirectory() as folder:
+            code = named(diagnose_windows(scenario, Path(folder)))
+        total["windows"] += 1
+        right["windows"] += code == scenario.truth
+        if code != scenario.truth:
+            print(f"  wrong: {name}, windows: named {code or 'nothing'}, the cause is {scenario.truth or 'nothing'}")
     for around in total:
         print(f"cause named, {around:<8} {right[around]:3} of {total[around]}")
     share = right.total() / total.total()
@@ -62,6 +71,7 @@ def false_alarms() -> bool:
     """Whether no machine of the healthy matrix raises an alarm."""
     machines = combinations().values()
     judged = [judge_machine(change(machine)) for change in AROUND.values() for machine in machines]
+    judged += map(judge_machine, windows_combinations().values())
     alarms = sum(diagnosis.status != "ok" for diagnosis in judged)
     print(f"false alarms         {alarms:4} of {len(judged)} healthy machines (goal 0)")
     return not alarms

@@ -63,7 +63,7 @@ class Platform(Plain):
     commit_limit: int = -1
     commit_free: int = -1
     translator: str = ""  # ``Rosetta`` if macOS translates this process, a program for Intel processors.
-    long_paths: bool | Unknown = NOT_ASKED  # On Windows: whether programs may use paths of more than 260 characters.
+    long_paths: bool | Unknown | None = None  # On Windows: whether programs may use paths of more than 260 characters.
 
 
 class Surroundings(Plain):
@@ -114,6 +114,7 @@ class Hardware(Plain):
     tegra: str = ""  # The model of a Jetson; empty elsewhere.
     # Why it is not known which devices are still present: the registry of Windows also lists those that were removed.
     unconfirmed: str = ""
+    absent: tuple[str, ...] = ()  # NVIDIA cards that the registry of Windows lists and that are not present.
 
     @property
     def gpus(self) -> tuple[PciDevice, ...]:

@@ -232,6 +232,59 @@ def in_wsl(machine: Machine) -> Machine:
     )
 
 
+WINDOWS_SITE = "C:\\Users\\user\\venv\\Lib\\site-packages"
+
+
+def in_windows(machine: Machine, driver: str = "581.80", model: str = "WDDM") -> Machine:
+    """A PC with Windows 11 and the GPU and the torch of ``machine``."""
+    system, prefix = "C:\\Windows\\System32", WINDOWS_SITE.removesuffix("\\Lib\\site-packages")
+    cuda, nvml = (
+        tuple(Library(name, f"{system}\\{name}", f"{system}\\{name}", "System32", driver) for _ in libraries or ())
+        for name, libraries in (
+            ("nvcuda.dll", machine.driver.libraries.cuda),
+            ("nvml.dll", machine.driver.libraries.nvml),
+        )
+    )
+    cards = tuple(
+        replace(card, driver="nvlddmkm", power="", bars=(), name="NVIDIA H200") if card.vendor == 0x10DE else card
+        for card in machine.hardware.pci or ()
+    )
+    gpus = tuple(replace(gpu, driver_model=model) for gpu in machine.driver.nvml.gpus)
+    run = machine.torch_run
+    return replace(
+        machine,
+        platform=Platform("Windows", "AMD64", "11", distribution_name="Windows 11 24H2", long_paths=False),
+        surroundings=Surroundings(),
+        hardware=Hardware(pci=cards),
+        kernel=Kernel(loaded=machine.kernel.loaded, version=driver if cuda else "", provider="NVIDIA" if cuda else ""),
+        nodes=Nodes(),
+        driver=replace(
+            machine.driver,
+            libraries=DriverLibraries(cuda=cuda, nvml=nvml, ptx_compiler=(), smi=f"{system}\\nvidia-smi.exe"),
+            nvml=replace(machine.driver.nvml, library=f"{system}\\nvml.dll", driver=driver if gpus else "", gpus=gpus),
+            cuda=replace(machine.driver.cuda, library=f"{system}\\nvcuda.dll" if cuda else ""),
+        ),
+        python=replace(
+            machine.python,
+            executable=f"{prefix}\\Scripts\\python.exe",
+            machine="AMD64",
+            prefix=prefix,
+            base_prefix="C:\\Python313",
+            path=("C:\\Python313\\Lib", WINDOWS_SITE),
+            user_site="C:\\Users\\user\\AppData\\Roaming\\Python\\Python313\\site-packages",
+        ),
+        torch=replace(
+            machine.torch,
+            installs=tuple(
+                replace(at, location=f"{WINDOWS_SITE}\\torch", dist_info="", tags=("cp313-cp313-win_amd64",))
+                for at in machine.torch.installs or ()
+            ),
+        ),
+        torch_libraries=replace(machine.torch_libraries, needed=()),
+        torch_run=replace(run, file=f"{WINDOWS_SITE}\\torch\\__init__.py" if run.file else ""),
+    )
+
+
 _NODES = ("nvidiactl", "nvidia0", "nvidia-uvm")
 
 

@@ -15,6 +15,7 @@ from tests.diagnose.machines import (
     healthy,
     in_container,
     in_slurm,
+    in_windows,
     in_wsl,
     install,
     library,
@@ -28,6 +29,7 @@ from transload.diagnose.report import judge_machine
 from transload.diagnose.tables import (
     TEGRA,
     Build,
+    System,
     branches,
     chip_of,
     driver_floor,
@@ -40,6 +42,7 @@ from transload.diagnose.tables import (
 from transload.machine import Machine
 
 PLATFORMS = {"linux-x86_64": "x86_64", "linux-aarch64": "aarch64"}
+MACHINES = {**PLATFORMS, "windows": "AMD64"}
 AROUND = {"host": lambda machine: machine, "docker": in_container, "slurm": in_slurm, "wsl": in_wsl}
 
 
@@ -55,9 +58,9 @@ def builds(platform: str) -> Iterator[Build]:
         yield from (build for build in index_builds(release, platform) if build.cuda)
 
 
-def oldest_driver(build: Build, capability: tuple[int, ...]) -> str:
+def oldest_driver(build: Build, capability: tuple[int, ...], system: System = "linux") -> str:
     """The oldest driver that runs the build on the GPU."""
-    minimum = driver_floor(build.cuda)
+    minimum = driver_floor(build.cuda, system)
     first = branches(capability)[0]
     return minimum if numbers_of(minimum)[0] >= first else f"{first}.10"
 
@@ -75,7 +78,7 @@ def machine_with(build: Build, platform: str, capability: tuple[int, ...], drive
     return no_torch_run(
         with_facts(
             healthy(),
-            platform__machine=PLATFORMS[platform],
+            platform__machine=MACHINES[platform],
             hardware__pci=(pci_gpu(cards()[capability]),),
             kernel__version=driver,
             kernel__flavour="proprietary"
@@ -107,6 +110,29 @@ def combinations() -> dict[str, Machine]:
         for capability in sorted(cards())
         if capability not in TEGRA and build.supports_card(capability)
     }
+
+
+@cache
+def windows_combinations() -> dict[str, Machine]:
+    drivers = (
+        (build, capability, oldest_driver(build, capability, "windows"))
+        for build in builds("windows")
+        for capability in sorted(cards())
+        if capability not in TEGRA and build.supports_card(capability)
+    )
+    return {
+        f"{build.torch}+{build.build}, {capability}": in_windows(
+            machine_with(build, "windows", capability, driver), driver
+        )
+        for build, capability, driver in drivers
+    }
+
+
+def test_no_false_alarm_on_windows() -> None:
+    for label, machine in windows_combinations().items():
+        diagnosis = judge_machine(machine)
+        assert (diagnosis.status, diagnosis.findings) == ("ok", ()), label
+    assert len(windows_combinations()) > 100
 
 
 @pytest.mark.parametrize("host_kind", AROUND)

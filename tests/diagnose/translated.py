@@ -64,12 +64,16 @@ def on_windows(machine: Machine) -> Machine:
         replace(lib, via=through.get(lib.via, f"PATH: {ntpath.dirname(lib.path)}") if lib.path else "")
         for lib in same.torch_libraries.needed
     )
+    services = {"nvidia": "nvlddmkm", "nouveau": "BasicDisplay"}
+    pci = same.hardware.pci
+    if isinstance(pci, tuple):
+        pci = tuple(replace(card, driver=services.get(card.driver, "")) for card in pci)
     values = {name: value for name, value in same.variables.values.items() if not name.startswith("LD_")}
     return replace(
         same,
         platform=Platform("Windows", "AMD64", "10.0.22631"),
         surroundings=Surroundings(),
-        hardware=Hardware(same.hardware.pci),
+        hardware=Hardware(pci),
         kernel=Kernel(loaded=same.kernel.loaded, version=same.kernel.version),
         nodes=Nodes(),
         driver=driver,

@@ -11,11 +11,12 @@ neither in paths nor in the registry.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from tests.diagnose.trees import RTX_4090, Card, Content, Tree, TreeHost, _without, write
+from tests.pe_forge import dll
 
 from transload.diagnose.windows import MemoryStatus, Registry, WindowsDevice
 from transload.machine import Unknown
@@ -119,12 +120,13 @@ class Adapter:
 
 def basic(card: Card = RTX_4090) -> Adapter:
     """A card that only Microsoft's driver drives."""
-    return Adapter(card, service="BasicDisplay", provider="Microsoft", version="10.0.26100.1")
+    unnamed = replace(card, name="Microsoft Basic Display Adapter")
+    return Adapter(unnamed, service="BasicDisplay", provider="Microsoft", version="10.0.26100.1")
 
 
 def undriven(card: Card = RTX_4090) -> Adapter:
     """A card without any driver."""
-    return Adapter(card, service="", provider="", problem=28)
+    return Adapter(replace(card, name="Video Controller (VGA Compatible)"), service="", provider="", problem=28)
 
 
 def windows_host(
@@ -150,7 +152,8 @@ def windows_host(
         f"{BASE}/python.exe": b"",
     }
     if any(adapter.provider == "NVIDIA" for adapter in cards):
-        tree |= {f"{SYSTEM}/{name}": b"" for name in ("nvcuda.dll", "nvml.dll", "nvidia-smi.exe")}
+        names = ("nvcuda.dll", "nvml.dll", "nvidia-smi.exe")
+        tree |= {f"{SYSTEM}/{name}": dll(name, version=cards[-1].version) for name in names}
     variables = {
         "PATH": f"{BASE};C:/Windows/system32;C:/Windows".replace("/", "\\"),
         "SYSTEMROOT": "C:\\Windows",

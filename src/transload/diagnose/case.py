@@ -137,6 +137,11 @@ class Card(NamedTuple):
         return f"{self.name} has compute capability {self.capability[0]}.{self.capability[1]}"
 
 
+def _card_name(card: PciDevice, chip: Chip) -> str:
+    """The name of a card that no driver names; Windows has one if its driver is installed."""
+    return card.name if "NVIDIA" in card.name else f"the card at {card.address}{_chip_name(chip)}"
+
+
 def _chip_name(chip: Chip | None) -> str:
     return f" ({chip.code}, {chip.generation})" if chip else ""
 
@@ -227,7 +232,9 @@ class Case(Machine):
         self.cuda_name, self.nvml_name = names
         # The CUDA library that a process loads: the file that was mapped, else the one that the loader should find.
         libraries, mapped = self.driver.libraries, cuda.library
-        same = (library for library in libraries.cuda or () if mapped and mapped in (library.path, library.target))
+        as_named = str.lower if self.platform.system == "Windows" else str  # which ignores case
+        places = ((as_named(library.path), as_named(library.target), library) for library in libraries.cuda or ())
+        same = (library for *paths, library in places if mapped and as_named(mapped) in paths)
         self.libcuda = next(same, libraries.libcuda)
         # That library, if it is a driver's own and its version differs from the kernel driver's.
         release = self.libcuda.version if self.libcuda and self.libcuda.kind == "driver" else ""
@@ -293,7 +300,7 @@ class Case(Machine):
         listed = [Card(gpu.name or "the GPU", gpu.capability) for gpu in gpus if len(gpu.capability) == 2]
         chips = ((card, chip_of(card.device)) for card in self.hardware.gpus if card.driver != "vfio-pci")
         on_bus = (
-            Card(f"the card at {card.address}{_chip_name(chip)}", chip.capability, not chip.inferred)
+            Card(_card_name(card, chip), chip.capability, not chip.inferred)
             for card, chip in chips
             if chip and chip.capability
         )

@@ -16,7 +16,7 @@ from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, parts, result, table, word_lists
 from transload.findings import Finding
 from transload.frozen import Plain, replace
-from transload.machine import ChildAnswer, Machine, TorchInstall, Unknown
+from transload.machine import NOT_ASKED, ChildAnswer, Machine, TorchInstall, Unknown
 from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, copied, heading, note
 from transload.render.words import plural, printable
 from transload.steps import steps_of
@@ -25,6 +25,7 @@ Status = Literal["ok", "broken", "degraded", "no-gpu"]
 State = Literal["ok", "broken", "idle", "unknown"]
 
 _WIDTH = max(map(len, LAYERS.values()))
+_ON_WINDOWS = {"kernel": "display driver"}  # layers with another name there
 _MARKS = {"ok": ("✓", "good"), "broken": ("✗", "bad"), "idle": ("–", "dim"), "unknown": ("?", "trust")}
 _SIGNS = {"warning": ("!", "trust"), "note": ("·", "dim")}
 _GAP = 2 * GLUE  # between a title and its code
@@ -250,6 +251,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     muted = {consequence.finding.code: consequence.because for consequence in diagnosis.muted}
     every = (*diagnosis.findings, *(consequence.finding for consequence in diagnosis.muted))
     seen = chain(diagnosis.machine)
+    names = {**LAYERS, **(_ON_WINDOWS if on_windows(diagnosis.machine) else {})}
     yield from heading("From the card to torch")
     for layer in ORDER:
         of_layer = [finding for finding in every if BY_CODE[finding.code].layer == layer]
@@ -268,7 +270,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(f"{_GAP}[{finding.code}]" for finding in causes)
         dim = "dim" if mark == "–" else ""
-        lead = (("  ", ""), (f"{mark} ", role), (f"{LAYERS[layer]:<{_WIDTH}}  ", dim))
+        lead = (("  ", ""), (f"{mark} ", role), (f"{names[layer]:<{_WIDTH}}  ", dim))
         yield Prose(((text, dim), (codes, "dim")), lead=lead)
         for finding in of_layer:
             if finding.code in muted:
@@ -315,9 +317,12 @@ def chain(machine: Machine) -> dict[str, Seen]:
 
     # the layers between the card and torch matter only with a GPU
     gpu = machine.hardware.present or cuda.works or machine.driver.nvml.count > 0
-    pci, windows, libcuda = machine.hardware.pci, around.wsl or machine.hardware.dxg, machine.driver.libraries.libcuda
+    pci, in_wsl, libcuda = machine.hardware.pci, around.wsl or machine.hardware.dxg, machine.driver.libraries.libcuda
+    windows, sure = on_windows(machine), cuda.works or machine.driver.nvml.count > 0
+    removed = f"{cards(machine)}; it may have been removed: {printable(machine.hardware.unconfirmed)}"
     others = ", ".join(printable(" ".join(filter(None, (other.name, other.detail)))) for other in machine.accelerators)
     seen["hardware"] = _first(
+        (gpu and machine.hardware.unconfirmed and not sure, "unknown", removed),
         (gpu, "ok", cards(machine)),
         (isinstance(pci, Unknown) and machine.platform.system != "Darwin", "unknown", _reason(pci)),
         (others, "idle", f"no NVIDIA GPU; {others}"),
@@ -325,10 +330,17 @@ def chain(machine: Machine) -> dict[str, Seen]:
     )
     if gpu:
         foreign = [name for name in kernel.modules if not name.startswith("nvidia")]
+        models = dict.fromkeys(gpu.driver_model for gpu in machine.driver.nvml.gpus)  # of Windows
+        known = printable(", ".join(filter(None, (kernel.version, kernel.flavour, *models))))
+        code = next((card.problem for card in machine.hardware.gpus if card.problem), 0)
         seen["kernel"] = _first(
-            (kernel.loaded, "ok", printable(", ".join(filter(None, (kernel.version, kernel.flavour))) or "loaded")),
-            (windows, "ok", "provided by Windows"),
-            (cuda.works, "ok", "not visible from here, but works"),
+            (kernel.loaded, "ok", known or "loaded"),
+            (in_wsl, "ok", "provided by Windows"),
+            (cuda.works, "ok", known or "not visible from here, but works"),
+            (kernel.version and code, "broken", f"{known}, but the device manager shows code {code}"),
+            (kernel.version, "broken", f"{known}, but it is not running"),
+            (kernel.provider, "broken", f"not NVIDIA's, but that of {printable(kernel.provider)}"),
+            (windows and kernel.loaded is False, "broken", "not installed"),
             (isinstance(kernel.loaded, Unknown), "unknown", _reason(kernel.loaded)),
             (True, "broken", printable(f"not loaded{f'; {foreign[0]} is' if foreign else ''}")),
         )
@@ -344,15 +356,16 @@ def chain(machine: Machine) -> dict[str, Seen]:
     if any(places):
         seen["surroundings"] = "ok", printable(", ".join(filter(None, places)))
     if gpu:
-        start = "/dev/dxg" if windows else "/dev/nvidia"
+        start = "/dev/dxg" if in_wsl else "/dev/nvidia"
         nodes = [n for n in machine.nodes.found if n.path.startswith(start) and "nvidia-caps" not in n.path]
         bad = [f"{node.path}: {node.error}" for node in nodes if node.error]
         good = [node.path for node in nodes if not node.error]
-        seen["nodes"] = _first(
-            (bad and not cuda.works, "broken", printable(", ".join(bad))),
-            (good, "ok", printable(", ".join(good))),
-            (True, "unknown", "not examined"),
-        )
+        if not windows:
+            seen["nodes"] = _first(
+                (bad and not cuda.works, "broken", printable(", ".join(bad))),
+                (good, "ok", printable(", ".join(good))),
+                (True, "unknown", "not examined"),
+            )
         path = printable(cuda.library or (libcuda.target or libcuda.path if libcuda else ""))
         problem, kind = (printable(libcuda.problem), libcuda.kind) if libcuda else ("", "")
         unread = _reason(machine.driver.libraries.cuda)
@@ -362,7 +375,7 @@ def chain(machine: Machine) -> dict[str, Seen]:
             (kind == "compat", "ok", f"{path}, from a compat directory"),
             (libcuda or path, "ok", path),
             (unread, "unknown", unread),
-            (True, "broken", f"{'nvcuda.dll' if on_windows(machine) else 'libcuda.so.1'} is not found"),
+            (True, "broken", f"{'nvcuda.dll' if windows else 'libcuda.so.1'} is not found"),
         )
         seen["driver"] = _first(
             (cuda.works, "ok", f"CUDA {cuda_text(cuda.version)}, {plural(cuda.count, 'GPU')}"),
@@ -472,7 +485,8 @@ def cards(machine: Machine) -> str:
     for gpu in () if named else machine.hardware.gpus:
         chip = chip_of(gpu.device)
         number = f"10de:{gpu.device:04x} at {printable(gpu.address)}"
-        named.append(f"{chip.code} ({chip.generation}), {number}" if chip else f"NVIDIA {number}")
+        unnamed = f"{chip.code} ({chip.generation}), {number}" if chip else f"NVIDIA {number}"
+        named.append(printable(gpu.name) if "NVIDIA" in gpu.name else unnamed)  # Windows gives others generic names
     if named:
         return ", ".join(f"{number} × {name}" if number > 1 else name for name, number in Counter(named).items())
     return "through Windows (/dev/dxg)" if machine.hardware.dxg else printable(machine.hardware.tegra)
@@ -505,30 +519,39 @@ _PLAIN = (str, int, float, bool, type(None))
 
 def facts(machine: Machine) -> Iterator[Block]:
     """All facts, one section for each layer. Empty values, and -1 for unknown ones, are only in ``--json``."""
+    windows = on_windows(machine)  # which lacks much of what is asked on Linux
     for section, value in vars(machine).items():
-        shown = [fact for fact in _flat(section, value) if not _empty(fact[1])]
-        if isinstance(value, str) or not shown:
+        shown = [fact for fact in _flat(section, value) if not (_empty(fact[1]) or (windows and fact[1] == NOT_ASKED))]
+        absent = windows and value == getattr(Machine(), section)  # containers, nodes
+        if isinstance(value, str) or not shown or absent:
             continue
-        sources = table("facts")["sections"][section]
+        sources = _sources(section, windows=windows)
         yield from heading(sources["title"], sources.get("remark", ""))
         labels = {name: printable(name.removeprefix(section).lstrip(".") or section) for name, _ in shown}
         width = min(_LABEL, max(map(len, labels.values())))
-        for source in dict.fromkeys(source_of(name) for name, _ in shown):
-            if source and (machine.platform.system == "Linux" or "/" not in source):  # paths of Linux
+        for source in dict.fromkeys(source_of(name, windows=windows) for name, _ in shown):
+            if source and (machine.platform.system != "Darwin" or "/" not in source):  # paths of Linux
                 yield note(f"from {source}")
             for name, fact in shown:
-                if source_of(name) == source:
+                if source_of(name, windows=windows) == source:
                     text = fact.reason if isinstance(fact, Unknown) else _words(fact)
                     doubt = (("? ", "trust"),) if isinstance(fact, Unknown) else ()
                     lead = (("    ", ""), (f"{labels[name]:<{width}}  ", "dim"))
                     yield Prose((*doubt, (printable(text, _LONGEST), "")), lead=lead)
 
 
-def source_of(name: str) -> str:
+def source_of(name: str, *, windows: bool = False) -> str:
     """Where the fact of that name comes from."""
     section, field, *_ = (*name.replace("[", ".").split("."), "")
-    sources = table("facts")["sections"][section]
+    sources = _sources(section, windows=windows)
     return str(sources.get("fields", {}).get(field) or sources["source"])
+
+
+def _sources(section: str, *, windows: bool) -> dict[str, Any]:
+    """What a section is called, and where its facts come from."""
+    facts = table("facts")
+    there = facts["windows"].get(section) if windows else None
+    return {**facts["sections"][section], **({"fields": {}, **there} if there else {})}
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -211,6 +211,7 @@ ANSWER = {
     "version": "2.7.18",
     "implementation": "cpython",
     "bits": 32,
+    "machine": "",
     "free_threaded": True,
     "prefix": "/usr",
     "base_prefix": "/usr",

@@ -19,6 +19,7 @@ from tests.diagnose.windows_trees import (
     windows_host,
 )
 from tests.each import each
+from tests.pe_forge import dll
 
 from transload.diagnose.probes import on_windows, probe, python, system
 from transload.diagnose.report import judge_machine
@@ -95,22 +96,23 @@ def test_registry_lists_the_cards_if_the_configuration_manager_does_not_answer(t
 
 def test_libraries_of_the_driver_in_the_order_of_the_search(tmp_path: Path) -> None:
     old = "C:/Program Files/NVIDIA Corporation/NVSMI"
-    more = {f"{BASE}/nvcuda.dll": b"MZ", f"{old}/nvml.dll": b"MZ", f"{SYSTEM}/nvcuda.dll": b"no library"}
+    library = dll("nvml.dll", version="23.21.13.9135")
+    more = {f"{BASE}/nvcuda.dll": dll(machine="x86"), f"{old}/nvml.dll": library, f"{SYSTEM}/nvcuda.dll": b"no library"}
     host = windows_host(tmp_path, more=more, without=(f"{SYSTEM}/nvml.dll",))
     libraries = on_windows.driver_libraries(host, Python(base_prefix=BASE))
     assert [(lib.path, lib.via, lib.problem) for lib in libraries.cuda or ()] == [
-        (f"{BASE}/nvcuda.dll", "the folder of python.exe", ""),
+        (f"{BASE}/nvcuda.dll", "the folder of python.exe", "for another machine (x86)"),
         (f"{SYSTEM}/nvcuda.dll", "System32", "not a Windows library"),
     ]
-    assert libraries.nvml == (Library("nvml.dll", f"{old}/nvml.dll", f"{old}/nvml.dll", "disk"),)
+    assert libraries.nvml == (Library("nvml.dll", f"{old}/nvml.dll", f"{old}/nvml.dll", "disk", "391.35"),)
     assert on_windows.nvml_library(host) == f"{old}/nvml.dll"
     assert on_windows.nvml_library(windows_host(tmp_path / "new")) == "nvml.dll"
 
 
 def test_32_bit_python_uses_other_libraries(tmp_path: Path) -> None:
-    host = windows_host(tmp_path, more={"C:/Windows/SysWOW64/nvcuda.dll": b"MZ"})
+    host = windows_host(tmp_path, more={"C:/Windows/SysWOW64/nvcuda.dll": dll(machine="x86")})
     found = on_windows.driver_libraries(host, Python(bits=32)).cuda or ()
-    assert [(lib.path, lib.via) for lib in found] == [("C:/Windows/SysWOW64/nvcuda.dll", "SysWOW64")]
+    assert [(lib.path, lib.via, lib.problem) for lib in found] == [("C:/Windows/SysWOW64/nvcuda.dll", "SysWOW64", "")]
 
 
 def test_variables_have_the_keys_that_set_them(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ FAMILIES: dict[str, int | tuple[int, ...]] = {
     "T": 9,
     "U": 13,
     "V": 5,
-    "W": (1, 2, *range(10, 17)),
+    "W": (*range(1, 9), *range(10, 17)),
     "X": 13,
     "Y": 2,
 }

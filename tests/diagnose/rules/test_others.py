@@ -10,7 +10,7 @@ from tests.diagnose.rules.rule_helpers import alarms, cause, find
 from tests.diagnose.rules.torch_machines import amd, finding_of, with_variables, without_torch
 from tests.each import each
 
-from transload.machine import Accelerator, ChildAnswer, Cuda, Machine, Node, PciDevice, Torch
+from transload.machine import Accelerator, ChildAnswer, Cuda, Machine, Node, PciDevice, Torch, Unknown
 
 AMD_CARD = PciDevice("0000:03:00.0", 0x1002, 0x744C, 0x030000, "amdgpu", "D0")
 
@@ -108,14 +108,16 @@ def test_rocm_build_without_code_for_the_chip() -> None:
 # -- Windows
 
 
-def test_windows_without_a_driver() -> None:
+def test_windows_whose_cards_cannot_be_listed_and_that_has_no_driver() -> None:
     windows = with_facts(
-        healthy(), platform__system="Windows", driver__cuda=Cuda(ChildAnswer("no-library", "nvcuda.dll"))
+        healthy(),
+        platform__system="Windows",
+        driver__cuda=Cuda(ChildAnswer("no-library", "nvcuda.dll")),
+        hardware__pci=Unknown("the registry cannot be read"),
     )
     machine = with_facts(no_torch_run(windows))
     assert finding_of("W01", machine).title.startswith("probably: ")
-    no_sign_of_a_card = with_facts(machine, hardware__pci=(), driver__nvml=without_gpu().driver.nvml)
-    finding_of("W01", no_sign_of_a_card, "note")
+    finding_of("W01", with_facts(machine, driver__nvml=without_gpu().driver.nvml), "note")
     assert find("W01", with_facts(machine, platform__system="Linux")) is None
 
 

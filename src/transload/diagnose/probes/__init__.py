@@ -154,7 +154,7 @@ def probe(
     return _native(machine) if here.windows else machine
 
 
-_PATH = re.compile(r"(?:(?<![\w/\\])[A-Za-z]:|^/(?=/\w))/[^\n]*")
+_PATH = re.compile(r"(?:(?<![\w/\\])(?:[A-Za-z]:|HKLM|HKCU)|^/(?=/\w))/[^\n]*")
 _AS_IS = ("values", "steps", "warnings", "taken")  # what comes from outside
 
 

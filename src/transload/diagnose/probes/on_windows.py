@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from transload import machine as facts
 from transload.diagnose.host import Host
+from transload.diagnose.pe import Pe, read_pe
 from transload.diagnose.windows import Registry
 from transload.machine import NVIDIA, Library, Unknown
 
@@ -66,12 +67,16 @@ def _key(host: Host, key: str) -> Registry:
 
 def hardware(host: Host) -> facts.Hardware:
     """The cards that are present; if Windows does not tell, all that the registry remembers."""
-    listed = [card for card, _ in _adapters(host)]
     bus, present = host.registry(f"{_CONTROL}/Enum/PCI"), host.devices()
     if isinstance(bus, Unknown) and not present:
         return facts.Hardware(() if present == () and "does not exist" in bus.reason else bus)
+    cards = tuple(card for card, _ in _adapters(host))
     why = present.reason if isinstance(present, Unknown) else "" if present else "cfgmgr32 lists no device"
-    return facts.Hardware(tuple(listed), unconfirmed=why if listed else "")
+    known = {device.id.lower() for device in present or ()}
+    ids = (f"PCI/{name}/{at}" for name in _key(host, f"{_CONTROL}/Enum/PCI").keys for at in _instances(host, name))
+    gone = [_card(host, at, 0)[0] for at in ids if present and at.lower() not in known and "VEN_10DE" in at.upper()]
+    names = tuple(dict.fromkeys(card.name for card in gone if card.display and card.driver == _SERVICE))
+    return facts.Hardware(cards, unconfirmed=why if cards else "", absent=names)
 
 
 def kernel(host: Host) -> facts.Kernel:
@@ -93,30 +98,37 @@ def has_own_driver(card: facts.PciDevice) -> bool:
 
 def _adapters(host: Host) -> Iterator[tuple[facts.PciDevice, Registry]]:
     """The display devices and accelerators that are present, and all devices of NVIDIA, with their entries."""
-    root = f"{_CONTROL}/Enum"
     devices = [(device.id, device.problem) for device in host.devices() or ()]
     if not devices:
-        names = _key(host, f"{root}/PCI").keys
-        instances = ((name, instance) for name in names for instance in _key(host, f"{root}/PCI/{name}").keys[:_MOST])
-        devices = [(f"PCI/{name}/{instance}", 0) for name, instance in instances]
+        names = _key(host, f"{_CONTROL}/Enum/PCI").keys
+        devices = [(f"PCI/{name}/{instance}", 0) for name in names for instance in _instances(host, name)]
     for name, problem in devices:
-        ids = re.match(r"PCI/VEN_([0-9A-F]{4})&DEV_([0-9A-F]{4})", name, re.IGNORECASE)
-        entry = _key(host, f"{root}/{name}") if ids else Registry({})
-        kind = _class_code(entry)
-        if ids and (int(ids[1], 16) == NVIDIA or kind >> 16 in (0x03, 0x12)):  # display, accelerator
-            place = re.search(r"\((\d{1,5}),(\d{1,2}),(\d)\)\s*$", entry.text("LocationInformation"))
-            bus, device, function = map(int, place.groups()) if place else (0, 0, 0)
-            address = f"{bus >> 8:04x}:{bus & 0xFF:02x}:{device:02x}.{function}" if place else name.rpartition("/")[2]
-            card = facts.PciDevice(
-                address,
-                int(ids[1], 16),
-                int(ids[2], 16),
-                kind,
-                driver=entry.text("Service"),
-                problem=problem,
-                name=(entry.text("FriendlyName") or entry.text("DeviceDesc")).rpartition(";")[2],
-            )
+        card, entry = _card(host, name, problem)
+        if card.vendor == NVIDIA or card.kind >> 16 in (0x03, 0x12):  # display, accelerator
             yield card, entry
+
+
+def _instances(host: Host, name: str) -> tuple[str, ...]:
+    """The devices of one kind."""
+    return _key(host, f"{_CONTROL}/Enum/PCI/{name}").keys[:_MOST]
+
+
+def _card(host: Host, name: str, problem: int) -> tuple[facts.PciDevice, Registry]:
+    """The device with an id, and its entry in the registry."""
+    ids, entry = re.match(r"PCI/VEN_([0-9A-F]{4})&DEV_([0-9A-F]{4})", name, re.IGNORECASE), Registry({})
+    if ids:
+        entry = _key(host, f"{_CONTROL}/Enum/{name}")
+    place = re.search(r"\((\d{1,5}),(\d{1,2}),(\d)\)\s*$", entry.text("LocationInformation"))
+    bus, device, function = map(int, place.groups()) if place else (0, 0, 0)
+    card = facts.PciDevice(
+        f"{bus >> 8:04x}:{bus & 0xFF:02x}:{device:02x}.{function}" if place else name.rpartition("/")[2],
+        *((int(ids[1], 16), int(ids[2], 16)) if ids else (0, 0)),
+        _class_code(entry),
+        driver=entry.text("Service"),
+        problem=problem,
+        name=(entry.text("FriendlyName") or entry.text("DeviceDesc")).rpartition(";")[2],
+    )
+    return card, entry
 
 
 def _class_code(entry: Registry) -> int:
@@ -181,10 +193,13 @@ def _libraries(host: Host, python: facts.Python, name: str) -> Iterator[Library]
     for folder, via in folders.items():
         path = f"{folder}/{name}"
         if host.exists(path) and not host.is_dir(path):
-            begin = host.data(path, 2)
-            problem = begin.reason if isinstance(begin, Unknown) else "empty" if not begin else ""
-            problem = problem or ("" if begin == b"MZ" else "not a Windows library")
-            yield Library(name, path, path, via, problem=problem)
+            pe, version = read_pe(host.real(path)), ""
+            problem = f"for another machine ({pe.machine})" if isinstance(pe, Pe) and pe.bits != python.bits else ""
+            if isinstance(pe, Pe):
+                version = nvidia_version(pe.version() or "")
+            else:
+                problem = pe.reason if host.data(path, 1) else "empty"
+            yield Library(name, path, host.target(path), via, version, problem=problem)
 
 
 # -- variables and Pythons ---------------------------------------------------------------------------------------------

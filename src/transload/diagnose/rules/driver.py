@@ -7,7 +7,7 @@ from posixpath import dirname
 from shlex import quote
 
 from transload.diagnose import fixes, tables
-from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, Matches, rules, torch_says
+from transload.diagnose.case import CONTROL, CVD, UVM, Case, Lines, Match, Matches, rules
 from transload.diagnose.fixes import command
 from transload.diagnose.tables import chip_of, is_data_centre, is_listed, numbers_of, result
 from transload.findings import Severity
@@ -24,7 +24,8 @@ def _bus_line(m: Case) -> str:
     pci = m.hardware.pci
     if isinstance(pci, Unknown):
         return f"the PCI bus could not be read: {pci.reason}"
-    shown = [f"{card.address} {_VENDORS.get(card.vendor, f'{card.vendor:04x}')}" for card in pci if card.display]
+    display = [card for card in pci if card.display]
+    shown = [card.name or f"{card.address} {_VENDORS.get(card.vendor, f'{card.vendor:04x}')}" for card in display]
     return f"display devices on the PCI bus: {', '.join(shown) or 'none'}"
 
 
@@ -120,6 +121,8 @@ def unsupported(m: Case) -> Matches:
     installed = lib.version if lib is not None and lib.kind == "driver" and not m.surroundings.container else ""
     number = re.match(r"[0-9]{3}(?![0-9])", kernel.version) or re.match(r"[0-9]{3}(?![0-9])", installed)
     branch = int(number[0]) if number else 0
+    if m.platform.system == "Windows" and branch:  # 581.80 is of branch 580
+        branch = tables.branch_of(str(branch))
     cards = []
     for gpu in m.unseen_cards:
         chip = chip_of(gpu.device)
@@ -223,10 +226,10 @@ def not_loaded(m: Case) -> Matches:
         yield "K01", Match((*evidence, unclear or existing), fix)
 
 
-@rules("kernel", "K10", "K11", "W01", likely=("K11", "W01"))
+@rules("kernel", "K10", "K11", likely=("K11",))
 def not_working(m: Case) -> Matches:
-    """The kernel driver is loaded, and only CUDA does not work; or, on Windows, the driver's library is not found."""
-    kernel, first, times = m.kernel, m.torch.first, m.platform.suspends
+    """The kernel driver is loaded, and only CUDA does not work."""
+    kernel, times = m.kernel, m.platform.suspends
     only_cuda = m.driver_broken and m.nvml_works
     # the open module with HMM, and KASLR not known to be off
     with_hmm = kernel.uvm_disable_hmm == "N" and kernel.flavour == "open" and kernel.kaslr is not False
@@ -242,11 +245,6 @@ def not_working(m: Case) -> Matches:
     if only_cuda and m.driver_result == 999 and sound and times:
         since = f"the machine was suspended {plural(times, 'time')} since it booted"
         yield "K11", Match((m.driver_result_line, m.nvml_result_line, f"{UVM} can be opened", since))
-
-    if m.platform.system == "Windows" and m.no_libcuda and first and first.cuda:
-        step = m.failed("init")
-        evidence = ("nvcuda.dll is not found", torch_says(step.error if step else ""))
-        yield "W01", Match(evidence, severity="error" if m.has_nvidia else "note")
 
 
 # -- which libcuda.so.1 a process gets
