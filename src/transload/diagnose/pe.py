@@ -239,12 +239,14 @@ class DllProcess:
         windows = host.slashed(variables.get("systemroot", "C:/Windows")).rstrip("/")
         self.system: Folder = (SYSTEM, f"{windows}/{SYSTEM}")
         self.program: Folder = (PROGRAM, program.rpartition("/")[0])
-        self.path = [(f"PATH: {ntpath.normpath(folder)}", folder) for folder in host.search_path()]
+        local = [folder for folder in host.search_path() if not folder.startswith("//")]  # a server may not answer
+        self.path = [(f"PATH: {ntpath.normpath(folder)}", folder) for folder in local]
         here = ("the current directory", host.cwd)
         self.without_flags: list[Folder] = [self.program, self.system, ("the folder of Windows", windows), here]
         known = host.registry(_KNOWN_DLLS)
         self.known = {str(name).lower() for name in known.values.values()} if known else set()
         self._listings: dict[str, dict[str, str]] = {}
+        self.unread: list[str] = []  # Folders that may not be listed: what is not found may be there.
         self._read: dict[str, Pe | Unknown] = {}
         first = self.read(program)
         self.machine = first.machine if first else _MACHINE_NAMES.get(host.uname[2], host.uname[2])
@@ -260,7 +262,10 @@ class DllProcess:
     def files(self, folder: str) -> dict[str, str]:
         """The files in a folder: their names in lower case, and their paths."""
         if folder not in self._listings:
-            self._listings[folder] = {name.lower(): f"{folder}/{name}" for name in self.host.listdir(folder) or ()}
+            names = self.host.listdir(folder)
+            self._listings[folder] = {name.lower(): f"{folder}/{name}" for name in names or ()}
+            if isinstance(names, Unknown) and self.host.is_dir(folder):
+                self.unread.append(folder)
         return self._listings[folder]
 
     def find(self, name: str, folders: Sequence[Folder], needed_by: str = "") -> Dll:

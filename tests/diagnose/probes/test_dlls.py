@@ -6,10 +6,12 @@ import importlib.util
 import ntpath
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from tests.diagnose.windows_trees import BASE, SYSTEM, VENV, windows_host
+from tests.diagnose.windows_trees import BASE, SYSTEM, VENV, WindowsTree, windows_host
 from tests.each import each
 from tests.pe_forge import dll
 
@@ -17,7 +19,7 @@ from transload.diagnose.elf import Loader
 from transload.diagnose.host import Host
 from transload.diagnose.probes.dlls import DllImport
 from transload.diagnose.probes.libraries import torch_libraries
-from transload.machine import Python, Resolved, TorchInstall, TorchLibraries
+from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
 
 Files = dict[str, str | bytes | None]
 TORCH = f"{VENV}/Lib/site-packages/torch"
@@ -206,6 +208,28 @@ def test_known_dll_is_taken_from_system32(tmp_path: Path) -> None:
 def test_files_without_windows_say_nothing(tmp_path: Path) -> None:
     more: Files = {f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, f"{SYSTEM}/kernel32.dll": None}
     assert found(tmp_path, more) == []
+
+
+def test_python_that_runs_has_its_own_dlls(tmp_path: Path) -> None:
+    """Programs that embed Python keep them elsewhere."""
+    assert found(tmp_path / "1", {f"{BASE}/python313.dll": None, f"{BASE}/vcruntime140.dll": None}) == []
+    other: Files = {f"{TORCH}/lib/libomp.dll": dll(imports={"python312.dll": ["Py_New"]})}
+    assert [lib.name for lib in found(tmp_path / "2", other)] == ["python312.dll"]
+
+
+def test_what_is_in_a_folder_that_may_not_be_listed_is_not_missing(tmp_path: Path) -> None:
+    host = windows_host(tmp_path, cards=(), more={**TREE, f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, f"{BASE}/bin/x": ""})
+    host = replace(host, environ={**host.environ, "PATH": f"{BASE}/bin"})
+
+    def listdir(self: WindowsTree, path: str) -> tuple[str, ...] | Unknown:
+        return Unknown(f"{path}: permission denied") if path == f"{BASE}/bin" else Host.listdir(self, path)
+
+    with mock.patch.object(WindowsTree, "listdir", listdir):
+        needed = torch_libraries(Loader(host), PYTHON, TorchInstall(TORCH)).needed
+    assert [lib.name for lib in needed if not lib.path] == []
+    assert [lib.name for lib in torch_libraries(Loader(host), PYTHON, TorchInstall(TORCH)).needed if not lib.path] == [
+        "Z.dll"
+    ]
 
 
 MAPPED = """

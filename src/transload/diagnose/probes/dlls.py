@@ -32,6 +32,10 @@ class DllImport:
         # The python.exe of a virtual environment starts that of the base, and waits for it.
         program = f"{base}/python.exe" if host.exists(f"{base}/python.exe") else python.executable
         self.process = process = DllProcess(host, program)
+        # A Python that runs has these, wherever it found them.
+        release = "".join(python.version.split(".")[:2])
+        for name in (f"python{release}.dll", f"python{release}t.dll", "python3.dll", "vcruntime140.dll"):
+            process.loaded.setdefault(name, Dll(name, via="path"))
         self.first = {*process.loaded}
         source = host.text(f"{install.location}/__init__.py") or ""
         added = self._added(source, python, install)
@@ -83,11 +87,13 @@ class DllImport:
             of_program = key in self.first and not RUNTIME.fullmatch(key)
             if dll.pe and dll.via not in (TORCH_LIB, "path") and not of_program:
                 yield self._resolved(dll)
-        yield from map(self._resolved, self.failed.values())
+        failed = [dll for dll in self.failed.values() if dll.path or not self.process.unread]
+        yield from map(self._resolved, failed)
         for key, asker in self._delayed().items():
             if key not in (*self.process.loaded, *self.failed, *_OF_DRIVER):
                 dll = self.process.find(key, [*self.process.without_flags, *self.process.path], asker)
-                yield from () if dll.path else (Resolved(key, via="delayed", needed_by=asker),)
+                if not (dll.path or self.process.unread):
+                    yield Resolved(key, via="delayed", needed_by=asker)
 
     def _resolved(self, dll: Dll) -> Resolved:
         own = self.process.files(self.lib).get(dll.name.lower(), "")
