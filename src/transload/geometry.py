@@ -15,7 +15,7 @@ _MAX_COMPARED = 1_000_000
 # Boxes of one local tensor: a strided shard has one for each of its strides, and FSDP writes a single one.
 MAX_BOXES = 256
 MAX_DIMENSIONS = 64
-"""Those of a tensor in torch. A million dimensions of 2**62 would take hours to multiply out."""
+"""Those of a tensor in torch, and of an array in numpy 2.0. A million of 2**62 would take hours to multiply out."""
 _Run = tuple[int, int]  # the first row and the row after the last
 
 
@@ -293,9 +293,9 @@ def cover(shape: tuple[int, ...], boxes: Iterable[Box], most: int = 1000) -> Cov
     """
     whole = Box((0,) * len(shape), shape)
     ordered = sorted([box for box in boxes if 0 not in box.shape])
-    row = 0
+    row, columns = 0, (whole.start[1:], shape[1:])
     for at, sizes in ordered if shape else ():  # most have rows, one after another; this is fast
-        if at[0] != row or sizes[1:] != shape[1:] or any(at[1:]):
+        if at[0] != row or (at[1:], sizes[1:]) != columns:
             break
         row += sizes[0]
     else:

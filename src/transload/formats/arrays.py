@@ -26,7 +26,7 @@ from transload.formats.pickle_streams import run_all
 from transload.formats.torch_zip import Archive
 from transload.formats.zip import DEFLATED, FOLDER_PROBLEMS, Payload, full_name, read_payload
 from transload.frozen import NamedTuple
-from transload.geometry import contiguous
+from transload.geometry import MAX_DIMENSIONS, contiguous
 from transload.io.checksums import crc32_combine
 from transload.io.sources import Source
 from transload.nodes import Call, Dict, Pickle, called, calls_of, dotted
@@ -42,7 +42,6 @@ _PLAIN_CODE = re.compile(r"b1|[iu][1248]|f(?:2|4|8|16)|c(?:8|16|32)|[SUV][0-9]+"
 _UNITS = ("Y", "M", "W", "D", "h", "m", "s", "ms", "us", "ns", "ps", "fs", "as")
 _ENDIANS = ("<", ">", "|", "=")
 _OBJECTS = 1  # a flag of a dtype: its elements are references
-_MAX_DIMENSIONS = 64
 _MAX_SIZE = 1 << 62  # of a dimension: an empty array can have any size along the others
 _BYTES = frozenset({"builtins.bytes", "__builtin__.bytes"})
 
@@ -148,7 +147,7 @@ def array_of(node: Call) -> Array | None:
 def shape_of(shape: Any) -> tuple[int, ...] | None:
     """The shape of an array, which may be a single number; ``None`` if it is not valid."""
     sizes = (shape,) if type(shape) is int else shape
-    if type(sizes) is not tuple or len(sizes) > _MAX_DIMENSIONS:
+    if type(sizes) is not tuple or len(sizes) > MAX_DIMENSIONS:
         return None
     return sizes if all(type(size) is int and 0 <= size < _MAX_SIZE for size in sizes) else None
 

@@ -25,6 +25,7 @@ from transload.formats.safetensors import MAX_HEADER, read_safetensors
 from transload.formats.zip import read_index
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_archive, write_checkpoint
 from transload.frozen import Frozen, Reported
+from transload.geometry import MAX_DIMENSIONS
 from transload.io import gc_paused
 from transload.io.atomic import refuse_missing_directory, remove_leftovers
 from transload.io.folder import folder_of
@@ -365,7 +366,6 @@ def _header(entries: list[TargetTensor], plan: ConversionPlan) -> bytes:
 
 # -- npz: one .npy for each tensor, not compressed, each at a multiple of 64 bytes
 
-_MAX_RANK = 64  # dimensions of an array from numpy 2.0 on; before that 32
 _MAX_NAME = 0xFFFF
 
 
@@ -376,8 +376,8 @@ def _write_npz(job: ConversionJob, plan: ConversionPlan) -> None:
         name, shape = f"{member_name(entry.name)}.npy".encode(), entry.tensor.shape
         if len(name) > _MAX_NAME:
             raise ConvertError(f"the name {entry.name[:40]}… is too long for a zip archive", where=job.dst)
-        if len(shape) > _MAX_RANK:
-            what = f"{entry.name} has {len(shape):,} dimensions: numpy allows {_MAX_RANK}"
+        if len(shape) > MAX_DIMENSIONS:
+            what = f"{entry.name} has {len(shape):,} dimensions: numpy allows {MAX_DIMENSIONS}"
             raise ConvertError(what, where=job.dst)
         # The header of a .npy file, padded like numpy's to a multiple of 64 bytes.
         dtype = NUMPY.get(entry.dtype, f"|V{ITEMSIZE[entry.dtype]}")

@@ -249,7 +249,7 @@ def assembled(
     """
     name = name or "/".join(map(str, path))
     boxes = [Box(part.start or (), part.shape) for part in parts]
-    flat = len(shape) != 1 and any(len(box.start) == 1 for box in boxes)
+    flat = len(shape) != 1 and bool(boxes) and len(boxes[0].start) == 1
     found = cover((prod(shape),) if flat else shape, boxes)
     if flat:
         lost = (boxes_of_run(shape, gap.start[0], gap.start[0] + gap.shape[0]) for gap in found.lost)
