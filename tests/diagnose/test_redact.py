@@ -26,7 +26,7 @@ from transload.diagnose.redact import Names, names_here, redacted
 from transload.diagnose.report import judge_machine
 from transload.diagnose.rules.process import visible_devices
 from transload.findings import Finding
-from transload.machine import Machine, Node, Torch, Variables
+from transload.machine import Machine, Node, Platform, Torch, Variables
 
 ALICE = Names(homes=("/home/alice",), users=("alice",), hosts=("quill.example.org",))
 OTHER = "GPU-77aa0000-0000-4000-8000-00000000000b"
@@ -342,3 +342,23 @@ def test_redacted_machine_gets_the_same_diagnosis(kind: str) -> None:
     assert result.status == original.status
     assert [finding.code for finding in result.findings] == [finding.code for finding in original.findings]
     assert [muted.finding.code for muted in result.muted] == [muted.finding.code for muted in original.muted]
+
+
+@each("shell", ["powershell", "cmd", "", "bash"])
+@each("user", ["mary", "mary anne", "Jo O'Neil & Co"])
+def test_commands_for_windows_keep_the_home_that_no_shell_expands_and_reports_lose_it(shell: str, user: str) -> None:
+    home = f"C:\\Users\\{user}"
+    machine = with_facts(
+        CPU_BUILD,
+        platform=Platform("Windows", "AMD64", shell=shell),
+        python__executable=f"{home}\\env\\Scripts\\python.exe",
+        python__prefix=f"{home}\\env",
+    )
+    diagnosis, names = judge_machine(machine), Names((home,), (user,))
+    for_owner = redacted(diagnosis, names, runnable=True)
+    assert diagnosis.cause
+    assert for_owner.cause
+    assert for_owner.cause.fix == diagnosis.cause.fix
+    assert any("python.exe" in line for line in for_owner.cause.fix)
+    text = json.dumps(redacted(diagnosis, names).to_dict())
+    assert not re.search("mary|Neil", text)

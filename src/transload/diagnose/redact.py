@@ -55,7 +55,8 @@ def redacted(subject: T, names: Names = _NONE, *, runnable: bool = False) -> T:
     """A redacted diagnosis or machine.
 
     ``runnable`` is for the machine's owner: in fixes only the user's home is replaced, by ``~`` or ``$HOME``, so that
-    commands still work. Other paths and ids would not exist if they were replaced.
+    commands still work; on Windows, whose shells do not agree on a name for it, not even that. Other paths and ids
+    would not exist if they were replaced.
 
     >>> from transload.machine import Machine, Python
     >>> redacted(Machine(python=Python("/home/mary/venv/bin/python"))).python.executable
@@ -153,7 +154,10 @@ class _Redactor:
         own_homes = [home for home in stripped if home and not _NO_HOME.fullmatch(home)]
         others = (home for home in personal if home not in own_homes)
         self.others = {home: f"~user{place}" for place, home in enumerate(others, 2)}
-        self.home = _any_of(own_homes, before=_BEGIN, after=_END)
+        marks = ("''", "'\"'\"'")  # how PowerShell and bash write an apostrophe in quotes
+        quoted = [home.replace("'", mark) for home in own_homes for mark in marks]
+        self.home = _any_of([*own_homes, *quoted], before=_BEGIN, after=_END)
+        self.windows = machine.platform.system == "Windows"
 
         users = (*names.users, *map(_last, own_homes), *map(_last, self.others))
         self.users = frozenset(name for name in users if name.lower() not in _PLAIN)
@@ -179,7 +183,7 @@ class _Redactor:
         if field != "fix":
             return self.text(text, field)
         kind = step_of(text).kind
-        if kind == "copy":  # goes into a file, where no shell expands it
+        if kind == "copy" or (kind == "command" and self.windows):  # in a file, and in cmd, nothing expands a home
             return text
         return self._command(text) if kind == "command" else self.home.sub("~", text)
 
@@ -190,7 +194,7 @@ class _Redactor:
         if field.endswith(("_HOST", "_ADDR", "_IP")):
             text = re.sub(rf"\A{_IPV4}\Z", "192.0.2.1", text)
             text = "2001:db8::1" if _IPV6.fullmatch(text) else text
-        if step_of(text).kind == "command":
+        if step_of(text).kind == "command" and not self.windows:
             text = self._command(text)
         text = _HOME.sub(lambda match: self.others.get(match[0], match[0]), self.home.sub("~", text))
         text = self._ids(text, field)

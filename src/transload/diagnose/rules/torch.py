@@ -166,7 +166,7 @@ def cpu_build(m: Case) -> Matches:
     if m.cards and not tegra and not supported:  # no torch has code for them: one without CUDA is the right one
         yield "T01", Match(tuple(map(str, m.cards)), m.steps("T01 unsupported"), "note")
         return
-    if m.torch.shadow or m.platform.system == "Darwin":
+    if m.torch.shadow or m.platform.system == "Darwin" or m.python.machine == "ARM64":  # which have no CUDA build
         return
     if tegra:
         yield "J01", Match((built, f"this is a Jetson: {tegra}"))
