@@ -147,7 +147,7 @@ def python(*arguments: str, bytecode: str = "", write: bool = False) -> str:
     environ["PYTHONPATH"] = str(SRC)
     environ |= {"PYTHONPYCACHEPREFIX": bytecode} if bytecode else {}
     environ |= {} if write else {"PYTHONDONTWRITEBYTECODE": "1"}
-    process = subprocess.run([sys.executable, *arguments], env=environ, check=True, stdout=subprocess.PIPE, text=True)  # noqa: S603
+    process = subprocess.run([sys.executable, *arguments], env=environ, check=True, stdout=subprocess.PIPE, text=True)
     return process.stdout
 
 

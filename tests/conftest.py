@@ -4,8 +4,10 @@ import atexit
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -35,6 +37,25 @@ def _exit_at_once(worker: int = os.getpid()) -> None:
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # it has reported all; to tear down torch and all tests takes seconds
     atexit.register(_exit_at_once)
+
+
+if sys.platform == "win32":
+
+    def _skipping(make: Callable[..., None] | None, what: str) -> Callable[..., None]:
+        """Make something, or skip the test if that is impossible."""
+
+        def call(*arguments: Any, **options: Any) -> None:
+            try:
+                make(*arguments, **options) if make else pytest.skip(f"needs {what}")
+            except OSError as error:
+                if isinstance(error, FileExistsError | FileNotFoundError):
+                    raise
+                pytest.skip(f"needs {what}: {error.strerror}")
+
+        return call
+
+    os.mkfifo = _skipping(None, "named pipes")
+    os.symlink = _skipping(os.symlink, "symbolic links")  # Windows allows them to some users, and Wine to none
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -11,6 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transload.opening import OpenCheckpoint
+
+try:
+    import fcntl
+except ImportError:  # Windows, where one process runs all tests
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import pytest
@@ -28,7 +32,8 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]
     folder.mkdir(exist_ok=True)
     answer = folder / "answer.json"
     with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also if the worker dies
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed, also if the worker dies
         if not answer.exists():
             result = json.dumps(make(folder))
             answer.write_text(result, encoding="utf-8")

@@ -22,7 +22,7 @@ RECORD = ROOT / "examples" / "model_cuda0.json"
 def demo(folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Run the demo as ``make`` does: in the folder of the project, with its output not a terminal."""
     return subprocess.run(
-        [sys.executable, "examples/demo.py"],
+        [sys.executable, "scripts/make.py", "demo"],
         cwd=folder,
         env={**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "120", **env},
         capture_output=True,
@@ -98,6 +98,8 @@ def sections(text: str) -> list[str]:
 
 
 def copy_project(folder: Path) -> None:
-    """Copy what the demo needs of the project, with the sources as a link."""
+    """Copy what the demo needs of the project."""
     shutil.copytree(ROOT / "examples", folder / "examples")
-    (folder / "src").symlink_to(ROOT / "src")
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", folder / "docs")

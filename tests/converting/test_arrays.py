@@ -53,12 +53,12 @@ NUMERIC = [
     np.asfortranarray(np.arange(6, dtype="<f4").reshape(2, 3)),
     np.arange(24, dtype="<i2").reshape(2, 3, 4).transpose(2, 0, 1),
     np.arange(5, dtype=">i4"),
-    np.arange(3, dtype=">c16") * 1j,
+    np.arange(6, dtype=">f8").view(">c16"),
     np.array([True, False]),
     np.arange(200, dtype="u1"),
     np.array(7, "i8"),
     np.empty((0, 3), "f2"),
-    np.complex64(1 - 2j),
+    np.array([1, -2], "f4").view("c8")[0],
 ]
 
 

@@ -296,8 +296,8 @@ def test_leaving_the_context_ends_the_child() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tests how Linux signals a closed pipe")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=str)
-def test_child_ends_with_its_parent(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGTERM"])
+def test_child_ends_with_its_parent(tmp_path: Path, number: str) -> None:
     os.mkfifo(tmp_path / "pipe")
     text = f"""
 import signal
@@ -316,7 +316,7 @@ with Child(Question({question(text).script!r}, sys.executable, Host(environ={{}}
 """
     with subprocess.Popen([sys.executable, "-c", script]) as parent, (tmp_path / "pipe").open("rb") as pipe:
         assert pipe.read(5) == b"there"
-        parent.send_signal(number)
+        parent.send_signal(getattr(signal, number))
         assert pipe.read() == b""  # closed when the child ended, before its alarm
 
 

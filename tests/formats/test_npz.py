@@ -27,7 +27,7 @@ ARRAYS: dict[str, Any] = {
     "mask": np.array([True, False]),
     "one": np.array(7),
     "none": np.empty((0, 2), "f2"),
-    "complex": np.arange(3, dtype="c8"),
+    "complex": np.arange(6, dtype="f4").view("c8"),
 }
 
 

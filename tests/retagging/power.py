@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from transload.io import journal
-from transload.io.atomic import flush_directory
+from transload.io.atomic import flush_directory, write_at
 from transload.io.sources import journal_path
 
 
@@ -47,7 +47,7 @@ class Disk:
         return os.open(path, flags, mode)
 
     def write(self, descriptor: int, data: bytes, offset: int) -> None:
-        assert os.pwrite(descriptor, data, offset) == len(data)
+        write_at(descriptor, data, offset)
 
     def ftruncate(self, descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)

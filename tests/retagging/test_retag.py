@@ -400,7 +400,7 @@ def test_copied_journal_is_applied_only_by_an_explicit_undo(tmp_path: Path) -> N
     assert names_in(copy.parent) == [copy.name]
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can create files of other users")
+@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="only root can create files of other users")
 def test_journal_of_another_user_is_ignored(tmp_path: Path) -> None:
     path = save(state(), tmp_path / "model.pt")
     retag(path, "cpu", keep_undo=True)

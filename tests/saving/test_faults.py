@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from transload.errors import CannotWriteError, FullDiskError, NoDirectoryError, 
 from transload.formats import zip_writer as archive
 from transload.saving import save
 
-CALLS = ("open", "fstat", "fchmod", "fchown", "writev", "fsync", "replace", "close")
+WRITE = "writev" if hasattr(os, "writev") else "write"  # on Windows
+CALLS = ("open", "fstat", "fchmod", "fchown", WRITE, "fsync", "replace", "close")
 """The system calls of a save, from opening the hidden file to flushing the directory."""
 
 
@@ -47,15 +48,17 @@ class Faults:
         self.then = then
 
     def into(self, monkeypatch: Any, *, half: bool = False) -> None:
-        for name in CALLS:
+        for name in filter(partial(hasattr, os), CALLS):
             monkeypatch.setattr(os, name, self._wrapped(name, getattr(os, name), half=half))
 
     def _wrapped(self, name: str, original: Any, *, half: bool) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             self.count += 1
             if self.count == self.at:
-                if half and name == "writev":
-                    original(arguments[0], [bytes(arguments[1][0])[: len(arguments[1][0]) // 2]])
+                if half and name == WRITE:
+                    data = bytes(arguments[1] if name == "write" else arguments[1][0])
+                    part = data[: len(data) // 2]
+                    original(arguments[0], part if name == "write" else [part])
                 self.then()
             return original(*arguments, **options)
 
@@ -168,6 +171,7 @@ def test_kill_at_any_system_call_leaves_an_intact_file(tmp_path: Path) -> None:
 @pytest.fixture
 def limit_file_size() -> Any:
     """Limits the size of the files that this process writes."""
+    resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda nbytes: resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))

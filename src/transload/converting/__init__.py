@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
-from transload.io.atomic import refuse_name
+from transload.io.atomic import target_path
 from transload.io.sources import Progress, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.opening import OpenCheckpoint
@@ -60,7 +60,7 @@ def convert(
     target: Any = os.fspath(dst) if hasattr(dst, "__fspath__") else dst
     if not isinstance(target, str):
         raise UsageError(f"expected the path of a file, not {type(dst).__name__}")
-    refuse_name(target)
+    target = target_path(target)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)
     options = Options(
         key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size), optimizer

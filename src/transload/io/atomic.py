@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno as numbers
 import io
+import ntpath
 import os
 import re
 import secrets
@@ -15,11 +16,13 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from threading import Thread
+from time import sleep
 from types import TracebackType
 from typing import Any
 
 from transload.errors import CannotWriteError, ForbiddenWriteError, FullDiskError, NoDirectoryError, UsageError
 from transload.findings import quoted
+from transload.io.sources import real_path, system_path
 
 try:
     import fcntl
@@ -104,20 +107,49 @@ class FileObject:
                 view = view[count:]
 
 
-def refuse_name(path: str) -> None:
-    """Refuse a path that no file can have: an empty one, or one with a NUL or half of a surrogate pair."""
+def target_path(path: str) -> str:
+    """The path of a new file for calls of the system; ``UsageError`` if no file can have it.
+
+    That is an empty one, one with a NUL or half of a surrogate pair, and what Windows would give to something else.
+    """
     try:
         valid = path and b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:
         valid = False
     if not valid:
         raise UsageError(f"no file can have the name {path!r:.80}", fix="Choose another name.")
+    if os.name == "nt" and (why := refused_by_windows(path)):
+        raise UsageError(f"Windows cannot store a file under this name: {why}", where=path, fix="Choose another name.")
+    return system_path(path)
+
+
+_DEVICES = re.compile(r"(?:con|prn|aux|nul|conin\$|conout\$|(?:com|lpt)[0-9\xb9\xb2\xb3]) *(?:[.:].*)?", re.IGNORECASE)
+
+
+def refused_by_windows(path: str) -> str:
+    r"""Why Windows would write something else than a file of this name, and report success; empty if it does not.
+
+    >>> refused_by_windows("runs/Aux.pt"), refused_by_windows("a.pt."), refused_by_windows(r"C:\runs\auxiliary.pt")
+    ("'Aux.pt' is a device", "the dot or space at the end of 'a.pt.' would be dropped", '')
+
+    ``nul`` itself is meant: it is ``os.devnull``. After ``\\?\`` Windows takes every name as it is.
+    """
+    if path.startswith("\\\\?\\") or path.lower() == "nul":
+        return ""
+    for name in ntpath.splitdrive(path)[1].replace("/", "\\").split("\\"):
+        if _DEVICES.fullmatch(name):
+            return f"{name!r} is a device"
+        if name != name.rstrip(". ") and name not in (".", ".."):
+            return f"the dot or space at the end of {name!r} would be dropped"
+        if found := re.search(r'[<>:"|?*\x01-\x1f]', name):
+            return f"it contains {found[0]!r}"
+    return ""
 
 
 def refuse_missing_directory(path: str) -> None:
     """Refuse a path in a directory that does not exist, before anything is read for it."""
     try:
-        os.stat(os.path.join(os.path.dirname(os.path.realpath(path)), ""))  # the slash: not of a file
+        os.stat(os.path.join(os.path.dirname(real_path(path)), ""))  # the slash: not of a file
     except OSError as error:
         raise cannot_write(error, path) from error
 
@@ -128,11 +160,11 @@ def is_atomic(path: str) -> bool:
     Pipes and devices are written in place, and so is a file without a name, to which ``/dev/fd/3`` may lead.
     """
     try:
-        status = os.stat(path)
+        status = os.stat(system_path(path))
     except OSError:
         return True
     try:
-        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(os.path.realpath(path)))
+        return stat.S_ISREG(status.st_mode) and os.path.samestat(status, os.stat(real_path(path)))
     except OSError:
         return False
 
@@ -143,7 +175,7 @@ class InPlaceFile(DescriptorFile):
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            super().__init__(os.open(path, _OPEN_IN_PLACE, 0o666))
+            super().__init__(os.open(system_path(path), _OPEN_IN_PLACE, 0o666))
         except OSError as error:
             raise cannot_write(error, path) from error
 
@@ -179,7 +211,7 @@ class AtomicFile(InPlaceFile):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._target = os.path.realpath(path)  # write to the file that symbolic links point to
+        self._target = real_path(path)  # write to the file that symbolic links point to
         for thread, nbytes in _REPLACED:
             if thread.is_alive() and _free(self._target) < 2 * nbytes:
                 thread.join()
@@ -231,7 +263,7 @@ class AtomicFile(InPlaceFile):
                 nbytes = os.stat(self._target).st_size
                 if nbytes >= _LARGE and os.name != "nt":
                     old = os.open(self._target, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-            os.replace(self._hidden, self._target)
+            _replace(self._hidden, self._target)
         except BaseException:
             self.discard()
             raise
@@ -252,6 +284,23 @@ class AtomicFile(InPlaceFile):
         super().discard()
         with suppress(OSError):
             os.unlink(self._hidden)
+
+
+def _replace(old: str, new: str) -> None:
+    """Rename a file over another.
+
+    Windows refuses that while a program has the other one open. A virus scanner has it open for a moment, so it is
+    tried again.
+    """
+    for wait in (0.01, 0.04, 0.15, 0.4, 0):
+        try:
+            os.replace(old, new)
+        except PermissionError as error:  # noqa: PERF203 - it is rare
+            if not wait or getattr(error, "winerror", 0) not in _IN_USE:
+                raise
+            sleep(wait)
+        else:
+            return
 
 
 def _free(target: str) -> int:
@@ -349,6 +398,13 @@ _REASONS: dict[int, tuple[type[CannotWriteError], str, str]] = {
     numbers.ENAMETOOLONG: (CannotWriteError, "its name is too long", "Choose a shorter one."),
     numbers.ELOOP: (CannotWriteError, "its symbolic links form a loop", "Check the path."),
 }
+_DENIED = 5
+_IN_USE = (_DENIED, 32, 33, 1224)  # what Windows answers: access denied, two violations of sharing, mapped into memory
+_USED = (
+    ForbiddenWriteError,
+    "a program has the file open, perhaps this one, and Windows does not replace it meanwhile",
+    "Close it there (in Python, delete what transload.open or load(mmap=True) returned), or choose another name.",
+)
 
 
 def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWriteError:
@@ -356,14 +412,22 @@ def cannot_write(error: OSError, where: str, *, outcome: str = "") -> CannotWrit
     if isinstance(error, CannotWriteError):
         return error
     reason = _REASONS.get(error.errno or 0)
+    if error.errno in (numbers.ENOENT, numbers.EACCES) and os.name == "nt":  # for which other systems have more words
+        if error.errno == numbers.EACCES and os.path.isdir(where):
+            reason = _REASONS[numbers.EISDIR]
+        elif os.path.isfile(os.path.dirname(where)):
+            reason = _REASONS[numbers.ENOTDIR]
+    code = getattr(error, "winerror", None)
+    if code in _IN_USE and (code != _DENIED or error.filename2):  # to a rename, Windows answers only that
+        reason = _USED
     kind, what, fix = reason or (CannotWriteError, os.strerror(error.errno) if error.errno else str(error), "")
-    if error.errno == numbers.ENOENT:
+    if reason is _REASONS[numbers.ENOENT]:
         folder = os.path.dirname(where.rstrip(os.sep))
         if not folder or os.path.isdir(folder):  # then where is a link, or the current directory is gone
-            folder = os.path.dirname(os.path.realpath(where))
+            folder = os.path.dirname(real_path(where))
         if os.path.isdir(folder):  # such as /proc, where no file can be created
             what, fix = "no file can be created there", "Write to another place."
         else:
-            fix += f"\n$ mkdir -p {quoted(folder)}"
+            fix += f"\n$ mkdir {'-p ' if os.name != 'nt' else ''}{quoted(folder)}"
     what = f"cannot be written: {what}" + (f"; {outcome}" if outcome else "")
     return kind(what, where=where, fix=fix, errno=error.errno)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from transload.errors import CannotReadError
 from transload.frozen import NamedTuple
-from transload.io.sources import FileSource, Source, is_folder
+from transload.io.sources import FileSource, Source, is_folder, real_path, system_path
 
 # A directory of ten million files must not be listed to its end before anything is reported.
 MAX_ENTRIES = 10_000
@@ -29,7 +29,7 @@ class Folder:
     @property
     def title(self) -> str:
         """Its own name, even if it was opened as ``.`` or by a link."""
-        return os.path.basename(os.path.realpath(self.name))
+        return os.path.basename(real_path(self.name))
 
     def list(self, below: str = "", most: int = MAX_ENTRIES) -> Listing:
         """List the folder, or one below it, sorted by name; ``CannotReadError`` if that fails.
@@ -42,7 +42,7 @@ class Folder:
         dangling: list[str] = []
         count = 0
         try:
-            with os.scandir(self.path(below) or ".") as entries:
+            with os.scandir(system_path(self.path(below)) or ".") as entries:
                 for count, entry in enumerate(entries, 1):
                     if count > most:
                         break
@@ -73,14 +73,14 @@ class Folder:
         """
         path = self.path(name)
         try:
-            mode = os.stat(path).st_mode
+            mode = os.stat(system_path(path)).st_mode
         except (OSError, ValueError):
             return "link" if os.path.islink(path) else ""
         return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
     def leads_out(self, name: str) -> bool:
         """Whether a name is a link to something outside the folder."""
-        return not os.path.realpath(self.path(name)).startswith(os.path.join(os.path.realpath(self.name or "."), ""))
+        return not real_path(self.path(name)).startswith(os.path.join(real_path(self.name or "."), ""))
 
     def path(self, name: str) -> str:
         """The path of a file, for messages and for programs that take one."""

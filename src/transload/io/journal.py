@@ -21,7 +21,16 @@ from transload.findings import quoted
 from transload.frozen import Frozen, NamedTuple
 from transload.io.atomic import AtomicFile, cannot_write, flush_directory, refuse_missing_directory, try_lock, write_at
 from transload.io.packed import Assembly, SourceRange
-from transload.io.sources import BytesSource, Source, cannot_read, has_journal, journal_path, read_at
+from transload.io.sources import (
+    BytesSource,
+    Source,
+    cannot_read,
+    has_journal,
+    journal_path,
+    read_at,
+    real_path,
+    system_path,
+)
 
 _CHANGE = os.O_RDWR | getattr(os, "O_BINARY", 0)
 _CREATE = _CHANGE | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0)
@@ -153,7 +162,7 @@ def state_of(descriptor: int, changes: Changes) -> Literal["old", "new", "betwee
 def refuse_in_place(path: str, *, hard_links: bool) -> None:
     """Refuse a file that must not be changed in place: a link, one with several names, one that is read-only."""
     try:
-        status = os.lstat(path)
+        status = os.lstat(system_path(path))
     except (OSError, ValueError) as error:
         raise cannot_read(path, error) from None
     copy = f"Make a copy (transload retag {quoted(path)} -o COPY …)"
@@ -205,7 +214,7 @@ def apply(path: str, changes: Changes, seen: os.stat_result, *, keep: bool = Fal
     If anything fails, the file is restored; if that fails too, the journal stays, and the next ``recover`` restores the
     file. With ``keep`` the change can be undone afterwards.
     """
-    real = os.path.realpath(path)
+    real = real_path(path)
     try:
         descriptor = os.open(real, _CHANGE)
     except OSError as error:
@@ -298,7 +307,7 @@ def recover(path: str | os.PathLike[str], *, anywhere: bool = False) -> str:
         return ""
     path = os.fspath(path)
     try:
-        descriptor = os.open(os.path.realpath(path), _CHANGE)
+        descriptor = os.open(real_path(path), _CHANGE)
         try:
             _lock(descriptor, path)
             journal = read_journal(journal_path(path), descriptor)
@@ -365,7 +374,7 @@ def undo_changes(path: str) -> tuple[Changes, os.stat_result]:
     Raises ``RetagError`` if no journal was kept, or the file was changed since.
     """
     try:
-        descriptor = os.open(os.path.realpath(path), os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        descriptor = os.open(real_path(path), os.O_RDONLY | getattr(os, "O_BINARY", 0))
     except OSError as error:
         raise cannot_read(path, error) from None
     try:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # a file that can be read needs no errors
 
 _PIECE = 1 << 20
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
+_LONG_PATH = 190  # Windows allows 260 characters, and names beside a file are longer than its own
 _SEEKING = allocate_lock()
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO  # what a checkpoint can be read from
 # What the argument ``progress`` takes: ``True`` for a line on the terminal, or a function of bytes done and in all.
@@ -85,7 +86,7 @@ class FileSource(Source):
         try:
             # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
             flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-            self.descriptor = os.open(self.name, flags) if opened < 0 else os.dup(opened)
+            self.descriptor = os.open(system_path(self.name), flags) if opened < 0 else os.dup(opened)
         except (OSError, ValueError) as error:
             raise cannot_read(self.name, error) from error
         status = os.fstat(self.descriptor)
@@ -289,7 +290,35 @@ def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
             fix = "Name a file: only transload inspect reads a checkpoint from standard input."
     elif isinstance(error, PermissionError):
         fix = "Ask its owner for read permission (ls -l shows who that is)."
+        if os.name == "nt":
+            fix = "Close it in the program that has it open, or ask its owner for read permission."
     return CannotReadError(reason, where=name, fix=fix, errno=getattr(error, "errno", None))
+
+
+def system_path(path: str) -> str:
+    """The path for a call of the system: on Windows, a long one in the form that has no limit of 260 characters."""
+    if os.name == "nt" and len(full := os.path.abspath(path)) >= _LONG_PATH:
+        return extended(full)
+    return path
+
+
+def real_path(path: str) -> str:
+    """The path for a call of the system, of the file that links lead to."""
+    try:
+        return system_path(os.path.realpath(path))
+    except OSError:  # some drives of Windows do not tell
+        return system_path(path)
+
+
+def extended(path: str) -> str:
+    r"""The form of an absolute path of Windows that may have more than 260 characters; a short one stays as it is.
+
+    >>> extended("C:\\a.pt"), extended("C:\\" + "a" * 250)[:10], extended("\\\\host\\share\\" + "a" * 250)[:18]
+    ('C:\\a.pt', '\\\\?\\C:\\aaa', '\\\\?\\UNC\\host\\share')
+    """
+    if len(path) < _LONG_PATH or path.startswith("\\\\?\\"):
+        return path
+    return "\\\\?\\UNC" + path[1:] if path.startswith("\\\\") else "\\\\?\\" + path
 
 
 def is_set(path: str | os.PathLike[str]) -> bool:
@@ -299,7 +328,7 @@ def is_set(path: str | os.PathLike[str]) -> bool:
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a path leads to a directory."""
-    return os.path.isdir(path)
+    return os.path.isdir(system_path(os.fspath(path)))
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
@@ -315,7 +344,7 @@ def journal_path(path: str) -> str:
 
     It is here because every load checks for it, and importing ``io.journal`` takes longer than loading a small file.
     """
-    folder, name = os.path.split(os.path.realpath(path))
+    folder, name = os.path.split(real_path(path))
     if len(os.fsencode(name)) > _LONGEST_NAME:
         from zlib import crc32
 

@@ -14,8 +14,8 @@ import os
 
 from transload.errors import UsageError
 from transload.frozen import replace
-from transload.io.atomic import AtomicFile, refuse_missing_directory, refuse_name
-from transload.io.sources import Progress, SourceLike, is_set
+from transload.io.atomic import AtomicFile, refuse_missing_directory, target_path
+from transload.io.sources import Progress, SourceLike, is_set, real_path
 from transload.opening import inspect
 from transload.render.json import strict
 from transload.rescuing.report import Fill, Rescue, report, report_path
@@ -57,13 +57,13 @@ def rescue(
     if not target and not dry_run:
         raise UsageError("no output file is named", fix="Name one, or pass dry_run=True to see the plan.")
     if target:
-        refuse_name(target)
+        target = target_path(target)
         refuse_missing_directory(target)
     if os.path.isdir(target):
         raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
     existing = [name for name in (target, report_path(target)) if target and os.path.lexists(name)]
     for name in existing:
-        source, written = os.path.realpath(path), os.path.realpath(name)
+        source, written = real_path(path), real_path(name)
         if path and (written == source or written.startswith(source + os.sep)):
             raise UsageError("a rescue never writes to its source", where=name, fix="Name another file.")
     for name in existing:  # only the report of another rescue is overwritten unasked

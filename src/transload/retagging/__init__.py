@@ -26,7 +26,7 @@ from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entr
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
 from transload.frozen import Plain, Reported, replace
 from transload.io import gc_paused, journal
-from transload.io.atomic import refuse_name
+from transload.io.atomic import target_path
 from transload.io.folder import folder_of
 from transload.io.journal import Change, Changes
 from transload.io.sources import FileSource, Source, is_set
@@ -105,9 +105,7 @@ def retag(
     >>> transload.retag("model.pt", {"cuda:1": "cuda:0"}, out="other.pt")  # doctest: +SKIP
     """
     wanted, path = TagMap(to), _path(path)
-    target = "" if out is None else _path(out)
-    if out is not None:
-        refuse_name(target)
+    target = "" if out is None else target_path(_path(out))
     several = is_set(path)
     if target:
         journal.refuse_target(path, target)

@@ -36,7 +36,7 @@ from transload.formats.zip import ALIGNMENT
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, Sink, opening_records, write_checkpoint
 from transload.frozen import NamedTuple
 from transload.io import gc_paused
-from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic, refuse_name
+from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic, target_path
 from transload.io.checksums import fastest_crc32
 from transload.io.cuda_driver import DriverError, cuda_driver
 from transload.io.memory import Pages, copy, memory_at
@@ -151,9 +151,7 @@ def save_async(
 def _path(f: Any) -> str | None:
     """The path of a target; ``None`` for a file object."""
     if isinstance(f, (str, bytes, os.PathLike)):
-        path = os.fsdecode(f)
-        refuse_name(path)
-        return path
+        return target_path(os.fsdecode(f))
     if not callable(getattr(f, "write", None)):
         what = f"cannot save to an object of type {type(f).__name__}"
         raise NotAFileError(what, fix="Give a path, or an object with write().")
@@ -225,7 +223,8 @@ class _Save:
             with (AtomicFile if whole else InPlaceFile)(self.path) as file:
                 self._write_into(file)
         except CannotWriteError as error:
-            if whole and error.errno in _NO_NEW_FILES and os.access(self.path, os.W_OK):
+            in_use = getattr(error.__cause__, "winerror", None)  # on Windows
+            if whole and error.errno in _NO_NEW_FILES and not in_use and os.access(self.path, os.W_OK):
                 error.fix = "The file cannot be replaced there; atomic=False writes into the file itself."
             raise
 

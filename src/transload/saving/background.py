@@ -17,6 +17,7 @@ from threading import Condition, Thread, get_ident, main_thread
 from traceback import clear_frames
 
 from transload.errors import SaveError
+from transload.io.sources import real_path
 
 with suppress(RuntimeError):  # while the program ends
     from concurrent.futures import ThreadPoolExecutor  # noqa: F401 - a writer must not import it in its thread
@@ -174,7 +175,7 @@ class Background:
 
 def _identity(target: object) -> object:
     """The identity of a target: the real path, or the id of a file object."""
-    return os.path.realpath(target) if isinstance(target, str) else id(target)
+    return real_path(target) if isinstance(target, str) else id(target)
 
 
 def _background_error(failed: list[Saving]) -> SaveError:

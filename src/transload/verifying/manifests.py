@@ -11,8 +11,8 @@ from transload._version import __version__
 from transload.errors import ManifestError, TransloadError
 from transload.format import FORMATS
 from transload.frozen import NamedTuple
-from transload.io.atomic import AtomicFile, refuse_missing_directory
-from transload.io.sources import FileSource
+from transload.io.atomic import AtomicFile, refuse_missing_directory, target_path
+from transload.io.sources import FileSource, real_path
 from transload.opening import inspect
 from transload.opening.digests import TensorSum
 from transload.verifying.report import Verification
@@ -52,6 +52,7 @@ class Manifest(NamedTuple):
 
 def refuse_target(path: str, *, overwrite: bool) -> None:
     """Refuse a path where no manifest can be written, before gigabytes are read for it."""
+    path = target_path(path)
     if not overwrite and os.path.lexists(path):
         raise ManifestError("already exists", where=path, fix="Replace it: --force (overwrite=True in Python).")
     if os.path.exists(path):
@@ -62,7 +63,7 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
             what = "it is not a manifest, and --force replaces only manifests"
             raise ManifestError(what, where=path, fix="Name another file.") from None
     refuse_missing_directory(path)
-    folder = os.path.dirname(os.path.realpath(path))
+    folder = os.path.dirname(real_path(path))
     if not os.access(folder, os.W_OK):
         raise ManifestError("this directory is not writable", where=folder, fix="Name another place.")
 

@@ -25,6 +25,7 @@ from typing import Any
 from transload.errors import TransloadError, UsageError
 from transload.io import atomic
 from transload.io.atomic import AtomicFile, cannot_write
+from transload.io.sources import real_path
 
 SHARD = re.compile(r"(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
 _LINK = re.compile(r"\.[0-9a-f]{8}\.(?:old|again)\.(.+)-[0-9]{5}-of-[0-9]{5}\.safetensors", re.DOTALL)
@@ -189,8 +190,8 @@ class _OldShards:
             self._link(replaced)
         except (OSError, ValueError):  # hard links are not supported, or the index is invalid
             self.forget()
-            self._hidden = atomic.hidden_name(os.path.realpath(index))
-            os.rename(os.path.realpath(index), self._hidden)
+            self._hidden = atomic.hidden_name(real_path(index))
+            os.rename(real_path(index), self._hidden)
             atomic.flush_directory(os.path.dirname(self._hidden))
         except BaseException:
             self.forget()
@@ -212,7 +213,7 @@ class _OldShards:
             if name in used:
                 renamed[name] = f".{token}.old.{name}"  # loaders recognize the format by the suffix
                 link = os.path.join(self._folder, renamed[name])
-                os.link(os.path.realpath(path), link)
+                os.link(real_path(path), link)
                 self._links[path] = link
         if self._links:
             atomic.flush_directory(self._folder)
@@ -231,13 +232,13 @@ class _OldShards:
         for path, link in self._links.items() if touched else ():
             again = os.path.join(self._folder, os.path.basename(link).replace(".old.", ".again.", 1))
             os.link(link, again)
-            os.replace(again, os.path.realpath(path))
+            os.replace(again, real_path(path))
             with suppress(FileNotFoundError):  # os.replace does nothing if both names are the same file
                 os.unlink(again)
         if self._links:
             self._write(self._text)
         elif self._hidden and not touched:
-            os.rename(self._hidden, os.path.realpath(self._index))
+            os.rename(self._hidden, real_path(self._index))
         self.forget()
 
     def forget(self) -> None:
@@ -279,7 +280,7 @@ class AtomicFolder:
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
         self.path = path.rstrip("/" + os.sep) or path
-        self._target = os.path.realpath(self.path)
+        self._target = real_path(self.path)
         self._overwrite = overwrite
         self._lock = -1
         try:

@@ -14,7 +14,7 @@ from typing import Any
 from transload.contents import tie_of
 from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
-from transload.io.atomic import DescriptorFile
+from transload.io.atomic import DescriptorFile, refused_by_windows
 from transload.nodes import Call, Dict, Global
 from transload.writing.objects import Omission, Path
 from transload.writing.to_dcp import mapping, read_back_folder, tensors_in, write_value
@@ -276,6 +276,8 @@ def _why_no_folder(name: str) -> str:
     ('', "its name, '../a', cannot be that of a directory")
     """
     unsafe = re.search(r'[/\\:\x00-\x1f\x7f*?"<>|\ud800-\udfff]', name) or name in ("", ".", "..", "optimizer_state.pt")
+    if os.name == "nt" and refused_by_windows(name):
+        unsafe = True
     if unsafe or len(name.encode(errors="replace")) > _MAX_NAME:
         return f"its name, {name[:80]!r}, cannot be that of a directory"
     return ""
