@@ -284,6 +284,24 @@ def test_machine_for_which_the_index_has_wheels_is_not_to_blame() -> None:
     for_each(texts, check)
 
 
+def test_index_other_than_pypi_is_named() -> None:
+    found = reason(pip(before="Looking in indexes: https://me:secret@mirror.example/simple"), LINUX)
+    assert not found.fits
+    assert "the index that was asked: https://…@mirror.example/simple" in found.evidence
+
+
+def test_address_that_is_none_is_shown_as_it_is() -> None:
+    found = reason(pip(before="Looking in indexes: http://[me:secret/simple"), LINUX)
+    assert any("http://[" in line for line in found.evidence)
+
+
+def test_old_list_of_links_has_every_build() -> None:
+    links = "Looking in links: https://download.pytorch.org/whl/torch_stable.html"
+    assert not reason(pip("torch==2.1.0+cu121", before=links), LINUX).fits
+    other = reason(pip("torch==2.1.0+cu121", before=index("cu118")), LINUX)
+    assert "is not on the index cu118, but on PyTorch's own index cu121" in other.title
+
+
 def test_settings_of_pip_are_shown_without_passwords() -> None:
     with mock.patch.dict("os.environ", {"PIP_INDEX_URL": "https://me:secret@mirror.example/simple"}):
         found = reason(pip(), LINUX)

@@ -70,7 +70,7 @@ _NAME = r"(?P<name>torch(?:vision|audio)?)(?P<relation>[=<>~!]=?=?)?(?P<release>
 _ASKED = re.compile(rf"(?:you require|depends? on|the requirement|distribution found for|Package ') ?{_NAME}(?![\w-])")
 _INDEXES = re.compile(r"(?:Looking in (?:indexes|links): |--(?:extra-)?index-url[ =])((?:[^\s,]+://[^\s,]+(?:, )?)+)")
 _TAG = re.compile(r"(?:You require CPython [\d.]+t? \(|matching Python (?:ABI|version) tag \(e\.g\., )`(cp\d+t?)`")
-_ITS_INDEX = re.compile(r"download\.pytorch\.org/whl/(?:nightly/)?(\w+(?:\.\d+)*)")
+_ITS_INDEX = re.compile(r"download\.pytorch\.org/whl/(?:nightly/)?((?:cu|cpu|xpu|rocm)[\d.]*)")
 
 
 def wanted(text: str, before: str) -> Wanted:
@@ -194,8 +194,10 @@ def _of_index(machine: Machine, asked: Wanted, release: str, suited: Sequence[st
         pythons = f", for Python {_dotted(ranges[0][0])} to {_dotted(ranges[-1][1])}" if ranges else ""
         holds = f"it has torch {every[0]} to {every[-1]}{pythons}" if every else f"it has nothing for {here}"
         return Reason(title, (holds,), ("Use the index for this machine:", *gpu))
-    if release and build not in named:
-        title = f"torch {release}+{build} is not on PyPI, but on PyTorch's own index"
+    asked_pytorch = any("download.pytorch.org" in index for index in asked.indexes)
+    if release and build not in named and (named or not asked_pytorch):  # old links name no build
+        other = f"on the index {named[0]}" if named else "on PyPI"
+        title = f"torch {release}+{build} is not {other}, but on PyTorch's own index {build}"
         requirement = f"torch=={release}" if asked.name == "torch" else f"{asked.name}=={asked.release}"
         evidence = tuple(f"the index that was asked: {_public(index)}" for index in asked.indexes[:2])
         return Reason(title, evidence, fixes.install(machine, requirement, index=f"{tables.INDEX}/{build}"))
@@ -469,18 +471,18 @@ def check(code: str, machine: Machine, text: str, before: str) -> Reason | None:
         return _OTHERS[code](machine)
     if code == "wheel-not-supported":
         name = re.match(r"(?:\S*[/\\])?(\S+?)(?: \(\d+\))?\.whl", text) or re.search(r"(\S+)\.whl", text)
-        reason = wrong_wheel(machine, name[1].replace("%2B", "+")) if name else None
-    else:
-        asked = wanted(text, before)
-        reason = no_wheel(machine, asked)
-    return reason or _nothing(machine)
+        return (wrong_wheel(machine, name[1].replace("%2B", "+")) if name else None) or _nothing(machine, ())
+    asked = wanted(text, before)
+    return no_wheel(machine, asked) or _nothing(machine, asked.indexes)
 
 
-def _nothing(machine: Machine) -> Reason:
-    """Nothing here prevents it: which Python was examined, and the settings that may."""
-    lines = tuple(_settings())
+def _nothing(machine: Machine, indexes: Sequence[str]) -> Reason:
+    """Nothing here prevents it: which Python was examined, which index was asked, and the settings that may."""
     title = f"torch has wheels for {_this_python(machine)}"
-    rest = "these settings choose another index" if lines else "the message may come from another Python or index"
+    usual = ("https://pypi.org/", "https://download.pytorch.org/")
+    strange = [index for index in indexes if not index.startswith(usual)]
+    lines = (*(f"the index that was asked: {_public(index)}" for index in strange), *_settings())
+    rest = "these choose what pip and uv find" if lines else "the message may come from another Python or index"
     return Reason(f"{title}; {rest}", lines, fits=False)
 
 
