@@ -2,9 +2,9 @@
 
 Usage: python bench/doctor.py
 
-With a fake driver: every result of cuInit and every result of NVML that matters, on four kinds of host, and every
-state of a Windows machine. Over the healthy matrix: every torch, every GPU that it has code for, the oldest driver that
-works. Also the time of a run without torch, compared with the start of the interpreter, and of a run whose driver
+With a fake driver: every result of cuInit and every result of NVML that matters, on four kinds of host, every state of
+a Windows machine, and Macs. Over the healthy matrix: every torch, every GPU that it has code for, the oldest driver
+that works. Also the time of a run without torch, compared with the start of the interpreter, and of a run whose driver
 hangs.
 """
 
@@ -23,6 +23,7 @@ from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tests.diagnose.macs import MACS, machine_of
 from tests.diagnose.scenarios import diagnose, named, scenarios
 from tests.diagnose.test_healthy_matrix import AROUND, combinations, windows_combinations
 from tests.diagnose.windows_scenarios import WINDOWS_SCENARIOS, diagnose_windows
@@ -53,13 +54,24 @@ def causes() -> bool:
         right[around] += code in world.truth.split("|")
         if code not in world.truth.split("|"):
             print(f"  wrong: {name}, {around}: named {code or 'nothing'}, the cause is {world.truth or 'nothing'}")
-    for name, scenario in WINDOWS_SCENARIOS.items():
+    others = [("windows", name, scenario.truth) for name, scenario in WINDOWS_SCENARIOS.items()]
+    others += [("macos", name, "+".join(mac.codes)) for name, mac in MACS.items()]
+    by_cause: Counter[tuple[str, str]] = Counter()
+    for around, name, truth in others:
         with TemporaryDirectory() as folder:
-            code = named(diagnose_windows(scenario, Path(folder)))
-        total["windows"] += 1
-        right["windows"] += code == scenario.truth
-        if code != scenario.truth:
-            print(f"  wrong: {name}, windows: named {code or 'nothing'}, the cause is {scenario.truth or 'nothing'}")
+            if around == "windows":
+                code = named(diagnose_windows(WINDOWS_SCENARIOS[name], Path(folder)))
+            else:
+                findings = judge_machine(machine_of(MACS[name], Path(folder))).findings
+                code = "+".join(finding.code for finding in findings)
+        total[around] += 1
+        right[around] += code == truth
+        by_cause[around, truth] += code == truth
+        if code != truth:
+            print(f"  wrong: {name}, {around}: named {code or 'nothing'}, the cause is {truth or 'nothing'}")
+    for around in ("windows", "macos"):
+        counts = (f"{truth or 'healthy'} {count}" for (at, truth), count in sorted(by_cause.items()) if at == around)
+        print(f"  {around} by cause: {', '.join(counts)}")
     for around in total:
         print(f"cause named, {around:<8} {right[around]:3} of {total[around]}")
     share = right.total() / total.total()
@@ -72,7 +84,10 @@ def false_alarms() -> bool:
     machines = combinations().values()
     judged = [judge_machine(change(machine)) for change in AROUND.values() for machine in machines]
     judged += map(judge_machine, windows_combinations().values())
-    alarms = sum(diagnosis.status != "ok" for diagnosis in judged)
+    with TemporaryDirectory() as folder:
+        for number, mac in enumerate(mac for mac in MACS.values() if mac.codes == ("T08",)):
+            judged.append(judge_machine(machine_of(mac, Path(folder, str(number)))))
+    alarms = sum(not diagnosis.ok for diagnosis in judged)
     print(f"false alarms         {alarms:4} of {len(judged)} healthy machines (goal 0)")
     return not alarms
 

@@ -14,6 +14,7 @@ from tests.diagnose.rules.torch_machines import finding_of
 from tests.diagnose.translated import on_windows, translated
 from tests.diagnose.trees import RTX_4090 as RTX
 from tests.diagnose.windows_trees import Adapter, windows_host
+from tests.diagnose.words import OF_LINUX
 from tests.each import each
 
 from transload.diagnose.case import exists_on
@@ -25,13 +26,6 @@ from transload.diagnose.tables import steps as sections
 from transload.findings import Finding
 from transload.machine import Machine, Python, Torch, TorchInstall, TorchRun
 from transload.render.lines import as_text
-
-OF_LINUX = re.compile(
-    r"libcuda|libnvidia|\blib\w+\.so|/dev/|/proc/|/etc/|/sys/|/usr/|/opt/|/lib/|docker|podman|nvidia-container|modprobe"
-    r"|\bapt\b|\bdnf\b|\bpacman\b|\bsudo\b|as root|needs root|kernel module|kernel log|ldconfig|LD_[A-Z]|initramfs"
-    r"|RAM disk|systemctl|systemd|dmesg|ulimit|\bgrep\b|\bexport \w+=|(?<!{)\bunset \w|SELinux|nouveau"
-    r"|your distribution|\brm -"
-)
 
 
 @cache

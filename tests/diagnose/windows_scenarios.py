@@ -22,13 +22,15 @@ from tests.diagnose.windows_trees import (
     undriven,
     windows_host,
 )
+from tests.diagnose.words import OF_LINUX
 from tests.elf_forge import NATIVE
 from tests.fake_driver import Device as Gpu
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, numbers
 
 from transload.diagnose.probes import probe
-from transload.diagnose.report import Diagnosis, judge_machine
+from transload.diagnose.report import Diagnosis, judge_machine, report
 from transload.machine import Machine, Torch, TorchLibraries, TorchRun
+from transload.render.lines import as_text
 
 ADA = (Gpu("NVIDIA GeForce RTX 4090", (8, 9)),)
 INTEL = Adapter(Card("Intel(R) UHD Graphics 770", 0x4680, "0000:00:02.0", 0x030000), 0x8086, "igfxn", "Intel")
@@ -136,13 +138,14 @@ def diagnose_windows(scenario: WindowsScenario, root: Path) -> Diagnosis:
 
 
 def wrong_windows_diagnosis(name: str, folder: Path) -> list[str]:
-    """A message if the scenario ``name`` is diagnosed wrongly, or a healthy one has a finding that it should not."""
+    """A message if the scenario ``name`` is diagnosed wrongly or has findings it should not; words of Linux."""
     scenario = WINDOWS_SCENARIOS[name]
     diagnosis = diagnose_windows(scenario, folder)
     named = "+".join(finding.code for finding in diagnosis.findings if finding.severity != "note")
     findings = [(finding.code, finding.title, finding.evidence) for finding in diagnosis.findings]
     right = named == scenario.truth and not diagnosis.machine.problems
-    return [] if right else [f"not {scenario.truth!r} but {findings} {diagnosis.machine.problems}"]
+    words = [line for line in as_text(report(diagnosis)).splitlines() if OF_LINUX.search(line)]
+    return [*words, *([] if right else [f"not {scenario.truth!r} but {findings} {diagnosis.machine.problems}"])]
 
 
 def problem(code: int) -> WindowsScenario:

@@ -8,8 +8,10 @@ from typing import Any
 from tests.diagnose.machines import ANSWERED, healthy, no_torch_run, with_facts, without_gpu
 from tests.diagnose.rules.rule_helpers import cause, find
 from tests.diagnose.rules.torch_machines import crashed_or_hung, failing, finding_of, unimportable
+from tests.diagnose.words import OF_LINUX
 from tests.each import each
 
+from transload.diagnose.report import judge_machine
 from transload.machine import Machine, Platform, Python, Resolved, TorchInstall
 
 TORCH = "C:\\venv\\Lib\\site-packages\\torch"
@@ -100,6 +102,7 @@ NO_NUMBER = "ImportError: DLL load failed while importing _C: 找不到指定的
 )
 def test_cause_by_the_number_of_the_error_and_the_files(machine: Machine, code: str) -> None:
     assert cause(machine) == code
+    assert not OF_LINUX.search(str(judge_machine(machine)))
 
 
 def test_healthy_windows_has_no_finding() -> None:
