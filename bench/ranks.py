@@ -147,7 +147,7 @@ CONTENDERS: dict[str, tuple[str, str]] = {  # the preparation, and the call that
 TORCH = "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as merge; merge('dir', 'merged.pt')"
 ACCELERATE = "from accelerate.utils import merge_fsdp_weights as merge; merge('nested', 'merged')"
 DEEPSPEED = "from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as merge; "
-DEEPSPEED += "merge('zero', 'merged', max_shard_size='100GB')"
+DEEPSPEED += "merge('zero', 'merged', max_shard_size=None)"
 CONVERT = ("-m", "transload", "convert")
 MERGERS: dict[str, tuple[str, ...]] = {  # the package it needs, and the arguments of Python
     "transload convert dir merged.pt": ("transload", *CONVERT, "dir", "merged.pt"),
