@@ -11,8 +11,11 @@ from pathlib import Path
 
 from tests.diagnose.machines import healthy, in_windows, without_gpu
 from tests.diagnose.trees import GTX_1080, H200, RTX_5090, Card, Content, write
+from tests.diagnose.windows_torch import NEEDS_Z, PYTHON, TORCH, WHOLE
 from tests.diagnose.windows_trees import (
+    BASE,
     MACHINE_VARIABLES,
+    MEMORY,
     SYSTEM,
     USER_VARIABLES,
     Adapter,
@@ -26,9 +29,14 @@ from tests.diagnose.words import OF_LINUX
 from tests.elf_forge import NATIVE
 from tests.fake_driver import Device as Gpu
 from tests.fake_driver import fake_libcuda, fake_nvml, hangs, numbers
+from tests.pe_forge import dll
 
+from transload.diagnose.elf import Loader
+from transload.diagnose.probes import _native as native
 from transload.diagnose.probes import probe
+from transload.diagnose.probes.libraries import torch_libraries
 from transload.diagnose.report import Diagnosis, judge_machine, report
+from transload.diagnose.windows import MemoryStatus
 from transload.machine import Machine, Torch, TorchLibraries, TorchRun
 from transload.render.lines import as_text
 
@@ -61,6 +69,7 @@ class WindowsScenario:
     confirmed: bool = True
     torch: str = "13.0"
     """The CUDA version of torch: empty for a CPU build, ``-`` for no torch."""
+    memory: MemoryStatus = MEMORY
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ def make_host(scenario: WindowsScenario, root: Path) -> WindowsScenarioHost:
         cards=scenario.cards,
         environ=scenario.environ,
         registry=scenario.registry,
-        more=scenario.more,
+        more={**WHOLE, **scenario.more},
         without=scenario.without,
         confirmed=scenario.confirmed,
     )
@@ -108,21 +117,25 @@ def make_host(scenario: WindowsScenario, root: Path) -> WindowsScenarioHost:
     if scenario.faulty_variable:
         works = fake_libcuda(devices=scenario.gpus, machine=NATIVE)
         write(root / "native", {"/repaired/nvcuda.dll": works, "/repaired/nvml.dll": nvml})
-    values = {item.name: getattr(host, item.name) for item in fields(host)}
+    values = {item.name: getattr(host, item.name) for item in fields(host)} | {"status": scenario.memory}
     return WindowsScenarioHost(**values, faulty_variable=scenario.faulty_variable, native=str(root / "native"))
 
 
 def windows_machine(scenario: WindowsScenario, root: Path) -> Machine:
     """The facts from the probes, with a Python and a torch of Windows."""
-    machine = probe(torch=False, host=make_host(scenario, root))
+    host = make_host(scenario, root)
+    machine = probe(torch=False, host=host)
     reference = in_windows(healthy())
     installed, libraries = reference.torch, reference.torch_libraries
     if scenario.torch in ("", "-"):
         installed = in_windows(without_gpu()).torch if scenario.torch == "" else Torch(installs=())
         libraries = TorchLibraries(architectures=(), cubins={})
     elif installed.first:
-        build = replace(installed.first, version=f"2.13.0+cu{scenario.torch.replace('.', '')}", cuda=scenario.torch)
-        installed = Torch(installs=(build,))
+        version = f"2.13.0+cu{scenario.torch.replace('.', '')}"
+        build = replace(installed.first, location=TORCH, version=version, cuda=scenario.torch)
+        installed = native(Torch(installs=(build,)))
+        dlls: TorchLibraries = native(torch_libraries(Loader(host), PYTHON, build))
+        libraries = replace(dlls, architectures=libraries.architectures, cubins=libraries.cubins)
     return replace(
         machine,
         python=reference.python,
@@ -209,6 +222,37 @@ WINDOWS_SCENARIOS: dict[str, WindowsScenario] = {
     "hidden by a variable of the machine": WindowsScenario(
         "E01", init=100, environ=HIDDEN, faulty_variable="CUDA_VISIBLE_DEVICES", registry={MACHINE_VARIABLES: HIDDEN}
     ),
+    # its DLLs
+    "no Visual C++ runtime": WindowsScenario("W10", without=(f"{SYSTEM}/msvcp140.dll",)),
+    "old Visual C++ runtime": WindowsScenario(
+        "W11", more={f"{SYSTEM}/msvcp140.dll": dll(exports=["lock"], version="14.29.30133.0")}
+    ),
+    "Visual C++ runtime that lacks a function": WindowsScenario(
+        "W11", more={f"{SYSTEM}/msvcp140.dll": dll(exports=["other"], version="14.0.24215.1")}
+    ),
+    "OpenMP of Visual Studio": WindowsScenario(
+        "W12", more={f"{TORCH}/lib/fbgemm.dll": dll(imports={"libomp140.x86_64.dll": ["omp_get_num_threads"]})}
+    ),
+    "DLL of another program": WindowsScenario(
+        "W13",
+        more={f"{TORCH}/lib/libomp.dll": NEEDS_Z, "C:/tools/z.dll": dll(exports=["old"])},
+        environ={"PATH": "C:\\tools"},
+    ),
+    "DLLs of two releases": WindowsScenario("W14", more={f"{TORCH}/lib/c10.dll": dll(exports=["other"])}),
+    "early release of Python": WindowsScenario("W14", more={f"{BASE}/python313.dll": dll(exports=["Py_Main"])}),
+    "DLL for ARM64": WindowsScenario("W15", more={f"{TORCH}/lib/libomp.dll": dll(machine="ARM64")}),
+    "32-bit DLL in PATH": WindowsScenario(
+        "W15",
+        more={f"{TORCH}/lib/libomp.dll": NEEDS_Z, "C:/tools/z.dll": dll(machine="x86")},
+        environ={"PATH": "C:\\tools"},
+    ),
+    "commit limit": WindowsScenario(
+        "W16",
+        more={f"{TORCH}/lib/libomp.dll": dll(writable=1 << 30)},
+        memory=MemoryStatus(32 << 30, 20 << 30, 32 << 30, 1 << 29),
+    ),
+    "DLL that is nowhere": WindowsScenario("L10", more={f"{TORCH}/lib/libomp.dll": NEEDS_Z}),
+    "DLL that is not one": WindowsScenario("L10", more={f"{TORCH}/lib/libomp.dll": b"404 Not Found"}),
     # torch
     "CPU build": WindowsScenario("T02", torch=""),
     "no torch": WindowsScenario("P01", torch="-"),

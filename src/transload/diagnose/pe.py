@@ -206,7 +206,7 @@ def file_version(path: str) -> str:
 
 RUNTIME = re.compile(r"(?:vcruntime140|msvcp140|concrt140|vccorlib140|vcomp140)\w*\.dll")
 """The libraries of the Visual C++ runtime, in lower case."""
-SYSTEM = "System32"
+SYSTEM, TORCH_LIB = "System32", "torch\\lib"
 PROGRAM = "the folder of python.exe"
 _API_SETS = ("api-ms-win-", "ext-ms-")
 _KNOWN_DLLS = "HKLM/SYSTEM/CurrentControlSet/Control/Session Manager/KnownDLLs"

@@ -413,13 +413,17 @@ def chain(machine: Machine) -> dict[str, Seen]:
     )
     if first is not None and first.cuda:
         libraries = machine.torch_libraries
-        missing = [library.name for library in libraries.needed if not library.path]
+        at_once = [library for library in libraries.needed if library.via != "delayed"]
+        missing = [library.name for library in at_once if not library.path]
+        spoilt = [f"{library.name}: {library.problem}" for library in at_once if library.problem]
+        kind = "DLLs beside torch's own" if machine.platform.system == "Windows" else "NVIDIA libraries"
         unresolved = libraries.unresolved[0] if libraries.unresolved else ""
         unread = _reason(libraries.architectures)
         seen["torch-libraries"] = _first(
             (missing, "broken", printable(f"not found: {', '.join(missing)}")),
+            (spoilt, "broken", printable(f"cannot be loaded: {', '.join(spoilt)}")),
             (libraries.unresolved, "broken", printable(f"undefined: {unresolved}")),
-            (libraries.needed, "ok", f"all {len(libraries.needed)} NVIDIA libraries found"),
+            (at_once, "ok", f"all {len(at_once)} {kind} found"),
             (unread, "unknown", unread),
             (True, "ok", "bundled with torch"),
         )

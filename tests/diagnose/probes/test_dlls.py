@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tests.diagnose.windows_torch import NEEDS_Z, PYTHON, TORCH, WHOLE, Files, Z
 from tests.diagnose.windows_trees import BASE, SYSTEM, VENV, WindowsTree, windows_host
 from tests.each import each
 from tests.pe_forge import dll
@@ -21,51 +22,9 @@ from transload.diagnose.probes.dlls import DllImport
 from transload.diagnose.probes.libraries import torch_libraries
 from transload.machine import Python, Resolved, TorchInstall, TorchLibraries, Unknown
 
-Files = dict[str, str | bytes | None]
-TORCH = f"{VENV}/Lib/site-packages/torch"
-PYTHON = Python(
-    f"{VENV}/Scripts/python.exe",
-    "3.13.2",
-    prefix=VENV,
-    base_prefix=BASE,
-    user_site="C:/Users/Jo Doe/AppData/Roaming/Python/Python313/site-packages",
-)
-INIT = """
-    py_root_bin_path = os.path.join(sys.exec_prefix, "bin")
-    usebase_path = os.path.join(sysconfig.get_config_var("userbase"), "Library", "bin")
-    os.getenv("NVTOOLSEXT_PATH", "")
-    cuda_path_var = "CUDA_PATH_V" + cuda_version_1
-    ctypes.CDLL("vcruntime140.dll")
-    ctypes.CDLL("msvcp140.dll")
-    res = kernel32.LoadLibraryExW(dll, None, 0x00001100)
-"""
-RUNTIME = ("memcpy", "__CxxFrameHandler4")
-TREE: Files = {
-    f"{SYSTEM}/kernel32.dll": b"not read: it is a part of Windows",
-    f"{SYSTEM}/msvcp140.dll": dll(imports={"VCRUNTIME140.dll": RUNTIME[:1]}, exports=["lock"], version="14.44.35211.0"),
-    f"{BASE}/python.exe": dll(imports={"python313.dll": ["Py_Main"], "KERNEL32.dll": ["GetTickCount"]}),
-    f"{BASE}/python313.dll": dll(imports={"VCRUNTIME140.dll": RUNTIME[:1]}, exports=["Py_Main", "Py_New"]),
-    f"{BASE}/vcruntime140.dll": dll(exports=RUNTIME, version="14.42.34226.3"),
-    f"{TORCH}/__init__.py": INIT,
-    f"{TORCH}/_C.cp313-win_amd64.pyd": dll(imports={"torch_python.dll": ["init"], "python313.dll": ["Py_New"]}),
-    f"{TORCH}/lib/c10.dll": dll(
-        imports={"MSVCP140.dll": ["lock"], "api-ms-win-crt-heap-l1-1-0.dll": ["malloc"], "kernel32.dll": ["Sleep"]},
-        exports=["alloc"],
-        linker=(14, 42),
-        writable=1 << 16,
-    ),
-    f"{TORCH}/lib/libomp.dll": dll(linker=(14, 50), writable=1 << 16),
-    f"{TORCH}/lib/torch_cpu.dll": dll(imports={"c10.dll": ["alloc"]}, delayed=["nvcuda.dll"], exports=["add"]),
-    f"{TORCH}/lib/torch_python.dll": dll(
-        imports={"torch_cpu.dll": ["add"], "c10.dll": ["alloc"], "python313.dll": ["Py_New"]}, exports=["init"]
-    ),
-}
-NEEDS_Z = dll(imports={"Z.dll": ["deflate"]}, exports=["add"])
-Z = dll("z.dll", exports=["deflate"], version="1.2.3.4")
-
 
 def examined(root: Path, more: Files, cuda: str = "", **environ: str) -> TorchLibraries:
-    host = windows_host(root, cards=(), more={**TREE, **more}, environ=environ)
+    host = windows_host(root, cards=(), more={**WHOLE, **more}, environ=environ)
     return torch_libraries(Loader(host), PYTHON, TorchInstall(TORCH, "2.13.0", cuda=cuda))
 
 
@@ -193,7 +152,7 @@ def test_delayed_dll_is_needed_later(tmp_path: Path) -> None:
 
 def test_known_dll_is_taken_from_system32(tmp_path: Path) -> None:
     more: Files = {
-        **TREE,
+        **WHOLE,
         f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z,
         f"{BASE}/z.dll": Z,
         f"{SYSTEM}/z.dll": b"",
@@ -218,7 +177,7 @@ def test_python_that_runs_has_its_own_dlls(tmp_path: Path) -> None:
 
 
 def test_what_is_in_a_folder_that_may_not_be_listed_is_not_missing(tmp_path: Path) -> None:
-    host = windows_host(tmp_path, cards=(), more={**TREE, f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, f"{BASE}/bin/x": ""})
+    host = windows_host(tmp_path, cards=(), more={**WHOLE, f"{TORCH}/lib/torch_cpu.dll": NEEDS_Z, f"{BASE}/bin/x": ""})
     host = replace(host, environ={**host.environ, "PATH": f"{BASE}/bin"})
 
     def listdir(self: WindowsTree, path: str) -> tuple[str, ...] | Unknown:

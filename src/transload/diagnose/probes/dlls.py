@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from itertools import chain
 
 from transload.diagnose.host import Host
-from transload.diagnose.pe import RUNTIME, SYSTEM, Dll, DllProcess, Folder, Pe
+from transload.diagnose.pe import RUNTIME, SYSTEM, TORCH_LIB, Dll, DllProcess, Folder, Pe
 from transload.diagnose.tables import numbers_of
 from transload.machine import Python, Resolved, TorchInstall
 
-TORCH_LIB = "torch\\lib"
 _BUILT_WITH_TORCH = ("c10.dll", "torch_cpu.dll", "torch_python.dll")
 _LOADED_BY_NAME = re.compile(r"""ctypes\.CDLL\(["']([\w.]+\.dll)["']\)""")
 _OF_DRIVER = ("nvcuda.dll", "nvml.dll")

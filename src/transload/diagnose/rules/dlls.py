@@ -7,7 +7,7 @@ import re
 
 from transload.diagnose import fixes
 from transload.diagnose.case import Case, Lines, Match, Matches, rules, torch_says
-from transload.diagnose.pe import RUNTIME
+from transload.diagnose.pe import RUNTIME, SYSTEM, TORCH_LIB
 from transload.diagnose.tables import numbers_of
 from transload.machine import Machine, Resolved
 from transload.render.words import size
@@ -36,7 +36,7 @@ def _release(lib: Resolved) -> tuple[int, ...]:
 
 
 def _broken(lib: Resolved) -> str:
-    return f"{lib.path}, for {lib.name}, cannot be loaded: {lib.problem}"
+    return f"{lib.path} cannot be loaded: {lib.problem}"
 
 
 def _elsewhere(lib: Resolved) -> bool:
@@ -109,10 +109,10 @@ def _spoilt(m: Case) -> list[Resolved]:
 def foreign_dlls(m: Case) -> Matches:
     """Windows finds a DLL for another processor, and no other."""
     if foreign := [lib for lib in _spoilt(m) if lib.problem.startswith(_FOREIGN)]:
-        lib, location = foreign[0], m.torch.first.location if m.torch.first else ""
+        lib = foreign[0]
         python = f"Python is a program for {m.python.machine}" if m.python.machine else ""
-        own = location and lib.path.startswith(location)
-        yield "W15", Match((torch_says(m.import_error), _broken(lib), python), m.reinstall if own else _remove(m, lib))
+        fix = m.reinstall if lib.via == TORCH_LIB else _remove(m, lib)
+        yield "W15", Match((torch_says(m.import_error), _broken(lib), python), fix)
 
 
 @rules("torch-libraries", "W11", "W13", "W14")
@@ -136,7 +136,7 @@ def unsuitable_dlls(m: Case) -> Matches:
         lib = old[0]
         built = f"torch is built with Visual C++ {libraries.toolset}, and needs a runtime as new as that"
         fix = _runtime(m)
-        hides = lib.via != "System32" and not _elsewhere(lib)  # it is found before that of the system
+        hides = lib.via != SYSTEM and not _elsewhere(lib)  # it is found before that of the system
         if hides and m.python.environment not in fixes.CONDAS:
             fix = m.steps("W11 copy", path=lib.path, runtime=fix)
         sure = lines or (fails and lib in fatal)
