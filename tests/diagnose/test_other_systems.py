@@ -75,8 +75,9 @@ def test_no_fact_on_windows_or_a_mac_is_said_to_come_from_a_file_of_linux(tmp_pa
         assert [line for line in labels if OF_LINUX.search(line)] == []
 
 
-def test_no_page_of_a_cause_that_exists_on_windows_speaks_of_linux() -> None:
-    pages = {code: page(code, "win32") for code in BY_CODE if exists_on("Windows", code)}
+@each(("system", "platform"), [("Windows", "win32"), ("Darwin", "darwin")])
+def test_no_page_of_a_cause_that_exists_there_speaks_of_linux(system: str, platform: str) -> None:
+    pages = {code: page(code, platform) for code in BY_CODE if exists_on(system, code)}
     said = {code: OF_LINUX.findall(text.partition("\n## Sources")[0]) for code, text in pages.items()}
     assert {code: words for code, words in said.items() if words} == {}
     assert "LD_LIBRARY_PATH" in page("U13", "linux")
