@@ -60,8 +60,9 @@ def main() -> int:
     if code == 1:
         say("", "The doctor found a problem on this machine, and exits with 1.")
 
-    installed = Path(sys.executable).with_name("transload")
-    program = short_path(str(installed)) if installed.exists() else f"PYTHONPATH=src {python} -m transload"
+    installed = Path(sys.executable).with_name("transload.exe" if os.name == "nt" else "transload")
+    variable = "$env:PYTHONPATH = 'src';" if os.name == "nt" else "PYTHONPATH=src"
+    program = short_path(str(installed)) if installed.exists() else f"{variable} {python} -m transload"
     print(f"\nNow your own file:  {program} inspect FILE" if works else "\ntransload failed above: that is a bug.")
     return int(not works)
 

@@ -138,6 +138,9 @@ def quoted(path: str) -> str:
     import shlex
 
     path = f"./{path}" if path.startswith("-") else path
+    if os.name == "nt":  # cmd knows only double quotes, and PowerShell these, too
+        plain = all(character.isalnum() or character in "\\/:._-~+" for character in path)
+        return path if plain else f'"{path}"'
     try:
         data = b"" if path.isprintable() else os.fsencode(path)
     except UnicodeEncodeError:  # a name in an archive, which no file can have

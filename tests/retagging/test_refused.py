@@ -198,7 +198,7 @@ def test_hard_linked_file_is_refused_unless_allowed(path: Path, tmp_path: Path) 
 def test_read_only_file_is_refused(path: Path) -> None:
     path.chmod(0o444)
     assert "read-only" in refused(path).what
-    assert f"chmod u+w {path}" in refused(path).fix
+    assert f"{'attrib -r' if os.name == 'nt' else 'chmod u+w'} {path}" in refused(path).fix
 
 
 def test_pipe_and_directory_are_refused(tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ def test_failed_undo_does_not_advise_undo(path: Path) -> None:
     with pytest.raises(RetagError, match="belongs to another file, or another version") as caught:
         undo(path)
     assert "--undo" not in caught.value.fix
-    assert "rm -- " in caught.value.fix
+    assert ("del " if os.name == "nt" else "rm -- ") in caught.value.fix
 
 
 def test_locked_file_is_busy(path: Path) -> None:
@@ -401,6 +401,7 @@ def test_file_that_changes_after_planning_is_busy(change: str, path: Path) -> No
 @pytest.mark.parametrize("limit", [100, 4000], ids=["no journal", "no tail"])
 def test_file_size_limit_leaves_the_file_unchanged(limit: int, tmp_path: Path) -> None:
     """RLIMIT_FSIZE stands for a quota."""
+    pytest.importorskip("resource")
     path = save(state(8), tmp_path / "model.pt", "cpu")
     old = path.read_bytes()
     changes, _ = planned(path, "privateuseone:0")

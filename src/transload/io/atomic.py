@@ -113,7 +113,7 @@ def target_path(path: str) -> str:
     That is an empty one, one with a NUL or half of a surrogate pair, and what Windows would give to something else.
     """
     try:
-        valid = path and b"\0" not in os.fsencode(path)
+        valid = path and b"\0" not in (os.fsencode(path) if os.name != "nt" else path.encode())
     except UnicodeEncodeError:
         valid = False
     if not valid:

@@ -175,7 +175,8 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         what = f"the same file has {status.st_nlink} names (hard links), and would change under all of them"
         raise RetagError(what, where=path, fix=f"{copy}, or allow that: --hard-links (hard_links=True in Python).")
     if not status.st_mode & 0o222:
-        raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: chmod u+w {quoted(path)}")
+        allow = "attrib -r" if os.name == "nt" else "chmod u+w"
+        raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: {allow} {quoted(path)}")
 
 
 def refuse_written_by_others(descriptor: int, path: str) -> None:
@@ -344,7 +345,7 @@ def read_journal(path: str, descriptor: int) -> Journal | None:
         names = ("O_BINARY", "O_NOFOLLOW", "O_NONBLOCK")
         journal = os.open(path, os.O_RDONLY | sum(getattr(os, name, 0) for name in names))
     except OSError as error:
-        if error.errno == ELOOP:  # a symbolic link
+        if error.errno == ELOOP or os.path.isdir(path):  # a symbolic link; a directory, which Windows does not open
             return None
         raise
     try:
@@ -359,7 +360,8 @@ def read_journal(path: str, descriptor: int) -> Journal | None:
 
 def stale_journal(path: str, *, tried: bool = False) -> RetagError:
     """The error for a file with a foreign or invalid journal; ``tried`` is whether undo was tried."""
-    remove = f"remove the journal: rm -- {quoted(journal_path(path))}"
+    command = "del" if os.name == "nt" else "rm --"
+    remove = f"remove the journal: {command} {quoted(journal_path(path))}"
     if tried:
         what = "the journal beside it belongs to another file, or another version of transload wrote it"
         return RetagError(what, where=path, fix=f"If the file is as it should be, {remove}")

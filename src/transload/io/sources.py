@@ -75,7 +75,8 @@ class Source(Protocol):
 class FileSource(Source):
     """A file opened by path, and read through one descriptor, so that what was judged is what is read.
 
-    ``opened`` is a descriptor of a file that does not have this name yet; it is left open.
+    ``opened`` is a descriptor of a file that does not have this name yet; it is left open. It is no copy of that, with
+    which Windows could not remove the file.
     """
 
     descriptor = -1
@@ -83,10 +84,11 @@ class FileSource(Source):
 
     def __init__(self, path: str | os.PathLike[str], opened: int = -1) -> None:
         self.name = os.fspath(path)
+        self._is_ours = opened < 0
         try:
             # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
             flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
-            self.descriptor = os.open(system_path(self.name), flags) if opened < 0 else os.dup(opened)
+            self.descriptor = os.open(system_path(self.name), flags) if opened < 0 else opened
         except (OSError, ValueError) as error:
             raise cannot_read(self.name, error) from error
         status = os.fstat(self.descriptor)
@@ -128,7 +130,8 @@ class FileSource(Source):
     def close(self) -> None:
         """Close the descriptor. May be called twice."""
         if self.descriptor >= 0:
-            self._close(self.descriptor)
+            if self._is_ours:
+                self._close(self.descriptor)
             self.descriptor = -1
 
     __del__ = close
