@@ -20,6 +20,7 @@ from tests.diagnose.machines import (
     healthy,
     in_container,
     in_slurm,
+    in_windows,
     in_wsl,
     install,
     no_torch_run,
@@ -52,7 +53,7 @@ from transload.machine import (
     Unknown,
     Variables,
 )
-from transload.render.lines import Style, emit, layout, plain
+from transload.render.lines import Style, as_text, emit, layout, plain
 
 if TYPE_CHECKING:
     import pytest
@@ -226,6 +227,44 @@ def test_chain_has_every_layer_in_order() -> None:
 
 def test_chain_omits_layers_the_machine_does_not_have() -> None:
     assert doctor_chain.chain(without_gpu()).keys() == {"hardware", "variables", "python", "build", "run"}
+
+
+def test_chain_of_windows_has_its_own_links_and_names() -> None:
+    machine = in_windows(healthy(), model="TCC")
+    assert list(doctor_chain.chain(machine)) == [
+        *("hardware", "kernel", "libraries", "driver", "variables", "python", "build", "torch-libraries", "fit", "run")
+    ]
+    text = rendered(judge_machine(machine))
+    assert chain_line(text, "display driver").endswith("581.80, TCC")
+    assert "?" not in text
+
+
+def test_chain_of_windows_says_what_the_card_has_instead_of_its_driver() -> None:
+    machine = in_windows(cuinit_fails(healthy(), 100))
+
+    def link(layer: str = "kernel", problem: int = 0, **facts: Any) -> tuple[str, str]:
+        cards = tuple(replace(card, problem=problem) for card in machine.hardware.pci or ())
+        return doctor_chain.chain(
+            with_facts(machine, driver__nvml__gpus=(), hardware__pci=cards, kernel__loaded=False, **facts)
+        )[layer]
+
+    assert link(problem=43) == ("broken", "581.80, but the device manager shows code 43")
+    assert link() == ("broken", "581.80, but it is not running")
+    microsoft: dict[str, Any] = {"kernel__version": "", "kernel__provider": "Microsoft"}
+    assert link(**microsoft) == ("broken", "not NVIDIA's, but that of Microsoft")
+    assert link(**{**microsoft, "kernel__provider": ""}) == ("broken", "not installed")
+    removed = {"hardware__unconfirmed": "cfgmgr32 lists no device", "driver__nvml__count": -1}
+    assert link("hardware") == ("ok", "NVIDIA H200")
+    state, words = doctor_chain.chain(with_facts(machine, **removed))["hardware"]
+    assert state == "unknown"
+    assert words.endswith("; it may have been removed: cfgmgr32 lists no device")
+
+
+def test_facts_of_windows_name_its_sources_and_leave_out_what_it_lacks() -> None:
+    text = as_text(facts(in_windows(healthy())))
+    assert "from the registry, cfgmgr32" in text
+    assert "not asked" not in text
+    assert "container" not in text
 
 
 def test_chain_shows_a_layer_known_only_from_a_finding() -> None:

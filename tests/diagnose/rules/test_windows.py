@@ -115,6 +115,12 @@ def test_library_that_windows_cannot_load() -> None:
     libraries = tuple(replace(lib, problem="not a Windows library") for lib in machine.driver.libraries.cuda or ())
     machine = with_facts(no_torch_run(machine), driver__cuda=Cuda(answer), driver__libraries__cuda=libraries)
     assert cause(machine) == "U13"
+    own = finding_of("U13", machine).fix
+    assert len(own) == 1
+    assert own[0].startswith("Install the driver")
+    stranger = replace(libraries[0], path="C:\\Python313\\nvcuda.dll", via="the folder of python.exe")
+    beside = finding_of("U13", with_facts(machine, driver__libraries__cuda=(stranger, *libraries))).fix
+    assert beside[0].startswith("C:\\Python313\\nvcuda.dll is found before the driver's")
 
 
 def test_files_of_torch_with_too_long_paths() -> None:

@@ -264,6 +264,8 @@ def _library_line(m: Case, lib: Library | None) -> str:
 def _drop_library(m: Case, lib: Library) -> Steps:
     folder = fixes.folder_of(m, lib.path)
     if fixes.on_windows(m):
+        if lib.via in ("System32", "SysWOW64"):  # the driver's own, which its installation replaces
+            return ()
         by_path = fixes.drop_folder(m, "PATH", folder) if lib.via.startswith("PATH") else ()
         return by_path or m.steps("Remove a library", path=lib.path)
     essential = re.fullmatch(r"(?:/usr)?/lib(?:32|64|x32)?(?:/[\w-]+-linux-gnu\w*)?", folder)  # for every program
