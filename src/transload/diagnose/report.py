@@ -392,7 +392,8 @@ def chain(machine: Machine) -> dict[str, Seen]:
     shown = [printable(f"{name}={value}", _VALUE) for name, value in values]
     seen["variables"] = "broken" if hiding else "ok", ", ".join(shown) or "none that affects CUDA or torch"
     where = f" in {python.prefix}" if python.prefix else ""
-    environment = f", {python.environment}" if python.environment else ""
+    kind = "from the Microsoft Store" if python.environment == "store" else python.environment
+    environment = f", {kind}" if kind else ""
     seen["python"] = _first(
         (python.problem or not python.version, "unknown", printable(python.problem or "not asked")),
         (True, "ok", printable(f"{python.version}{where}{environment}")),

@@ -191,6 +191,14 @@ def test_other_pythons_are_those_that_py_lists(tmp_path: Path) -> None:
     assert [*python.others(host, VENV, ())] == [f"{BASE}/python.exe: torch 2.13.0+cu130"]
 
 
+def test_alias_that_opens_the_store_is_not_an_interpreter(tmp_path: Path) -> None:
+    folder = "C:/Users/Jo Doe/AppData/Local/Microsoft/WindowsApps"
+    alias = f"{folder}/python.exe"
+    assert python.interpreter(windows_host(tmp_path / "none", more={alias: b""}), alias) is None
+    installed = f"{folder}/PythonSoftwareFoundation.Python.3.13_qbz5n2kfra8p0/python.exe"
+    assert python.interpreter(windows_host(tmp_path / "some", more={alias: b"", installed: b""}), alias) is not None
+
+
 def test_environment_in_the_current_folder_is_found(tmp_path: Path) -> None:
     host = windows_host(tmp_path)
     assert (f"{VENV}/Scripts/python.exe", "./.venv") in [*python.likely(host)]

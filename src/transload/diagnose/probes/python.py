@@ -259,6 +259,9 @@ def interpreter(host: Host, executable: str) -> tuple[str, str, str] | None:
     if not executable or not host.exists(executable):
         return None
     folder = executable.rpartition("/")[0]
+    # Windows puts a python.exe there that only opens the Store, until that has installed one.
+    if folder.lower().endswith("/microsoft/windowsapps") and not any(host.paths(folder, "PythonSoftwareFoundation.")):
+        return None
     places = (folder.rpartition("/")[0], folder)
     environments = (at for at in places if host.exists(f"{at}/pyvenv.cfg") or host.exists(f"{at}/conda-meta"))
     at = host.target(executable).rpartition("/")[0]
