@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
-from tests.diagnose.machines import healthy, in_windows, without_gpu
+from tests.diagnose.machines import healthy, in_windows, install, with_facts, without_gpu
 from tests.diagnose.trees import GTX_1080, H200, RTX_5090, Card, Content, write
 from tests.diagnose.windows_torch import NEEDS_Z, PYTHON, TORCH, WHOLE
 from tests.diagnose.windows_trees import (
@@ -43,6 +44,11 @@ from transload.render.lines import as_text
 ADA = (Gpu("NVIDIA GeForce RTX 4090", (8, 9)),)
 INTEL = Adapter(Card("Intel(R) UHD Graphics 770", 0x4680, "0000:00:02.0", 0x030000), 0x8086, "igfxn", "Intel")
 RADEON = Adapter(Card("AMD Radeon RX 7900 XTX", 0x744C, "0000:03:00.0", 0x030000), 0x1002, "amdwddmg", "AMD")
+STORE = (
+    "C:\\Users\\user\\AppData\\Local\\Packages\\PythonSoftwareFoundation.Python.3.13_qbz5n2kfra8p0"
+    "\\LocalCache\\local-packages\\Python313\\site-packages"
+)
+"""Where the Store's Python installs packages."""
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
@@ -70,6 +76,8 @@ class WindowsScenario:
     torch: str = "13.0"
     """The CUDA version of torch: empty for a CPU build, ``-`` for no torch."""
     memory: MemoryStatus = MEMORY
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about the machine, its Python or its torch, as ``with_facts`` takes them."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def windows_machine(scenario: WindowsScenario, root: Path) -> Machine:
         installed = native(Torch(installs=(build,)))
         dlls: TorchLibraries = native(torch_libraries(Loader(host), PYTHON, build))
         libraries = replace(dlls, architectures=libraries.architectures, cubins=libraries.cubins)
-    return replace(
+    machine = replace(
         machine,
         python=reference.python,
         torch=installed,
@@ -144,6 +152,7 @@ def windows_machine(scenario: WindowsScenario, root: Path) -> Machine:
         torch_run=TorchRun(),
         extensions=(),
     )
+    return with_facts(machine, **scenario.facts)
 
 
 def diagnose_windows(scenario: WindowsScenario, root: Path) -> Diagnosis:
@@ -253,6 +262,17 @@ WINDOWS_SCENARIOS: dict[str, WindowsScenario] = {
     ),
     "DLL that is nowhere": WindowsScenario("L10", more={f"{TORCH}/lib/libomp.dll": NEEDS_Z}),
     "DLL that is not one": WindowsScenario("L10", more={f"{TORCH}/lib/libomp.dll": b"404 Not Found"}),
+    # Python
+    "32-bit Python": WindowsScenario("P08", torch="-", facts={"python__bits": 32, "python__machine": "x86"}),
+    "Windows on Arm": WindowsScenario("P01", (), torch="-", facts={"platform__machine": "ARM64"}),
+    "Python of the Store, torch cut off": WindowsScenario(
+        "W07",
+        torch="",
+        facts={
+            "python__environment": "store",
+            "torch__installs": (replace(install(), location=f"{STORE}\\torch", missing=("lib/c10.dll: absent",)),),
+        },
+    ),
     # torch
     "CPU build": WindowsScenario("T02", torch=""),
     "no torch": WindowsScenario("P01", torch="-"),

@@ -7,14 +7,10 @@ from typing import Any
 
 from tests.diagnose.machines import WINDOWS_SITE, healthy, in_windows, no_torch_run, with_facts, without_gpu
 from tests.diagnose.rules.rule_helpers import alarms, cause, causes, find, finding_of, no_libcuda
+from tests.diagnose.windows_scenarios import STORE
 
 from transload.diagnose.report import judge_machine
 from transload.machine import ChildAnswer, Cuda, Machine, PciDevice, Torch, TorchRun, Unknown
-
-STORE = (
-    "C:\\Users\\user\\AppData\\Local\\Packages\\PythonSoftwareFoundation.Python.3.13_qbz5n2kfra8p0"
-    "\\LocalCache\\local-packages\\Python313\\site-packages"
-)
 
 
 def broken(problem: int = 0, driver: str = "nvlddmkm", **facts: Any) -> Machine:
