@@ -119,10 +119,12 @@ def test_variables_have_the_keys_that_set_them(tmp_path: Path) -> None:
     host = windows_host(
         tmp_path,
         environ={"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": "C:\\x"},
-        registry={USER_VARIABLES: {"Cuda_Visible_Devices": "-1"}, MACHINE_VARIABLES: {"CUDA_VISIBLE_DEVICES": "0"}},
+        registry={USER_VARIABLES: {"Cuda_Visible_Devices": "-1"}, MACHINE_VARIABLES: {"CUDA_VISIBLE_DEVICES": "-1"}},
     )
     keys = ("HKCU\\Environment", "HKLM\\SYSTEM\\CurrentControlSet\\Control\\Session Manager\\Environment")
     assert system.variables(host).origins == {"CUDA_VISIBLE_DEVICES": keys}
+    overridden = replace(host, environ={"CUDA_VISIBLE_DEVICES": "0"})
+    assert system.variables(overridden).origins == {}
 
 
 def test_release_memory_and_shell(tmp_path: Path) -> None:

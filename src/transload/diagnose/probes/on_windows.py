@@ -209,10 +209,16 @@ _VARIABLES = ("HKCU/Environment", f"{_CONTROL}/Control/Session Manager/Environme
 
 
 def origins(host: Host, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Where variables are set for good."""
-    keys = {key: {name.upper() for name in _key(host, key).values} for key in _VARIABLES}
-    found = {name: tuple(key.replace("/", "\\") for key in keys if name.upper() in keys[key]) for name in sorted(names)}
-    return {name: places for name, places in found.items() if places}
+    """Where variables are set for good, unless the process has another value than that."""
+    found: dict[str, list[str]] = {}
+    for key in _VARIABLES:
+        texts = {name.upper(): str(value) for name, value in _key(host, key).values.items()}
+        for name in sorted(names):
+            text = texts.get(name.upper())
+            # PATH of a process is that of the machine and that of the user; %NAME% is replaced by a value
+            if text is not None and ("%" in text or text in host.environ[name]):
+                found.setdefault(name, []).append(key.replace("/", "\\"))
+    return {name: tuple(keys) for name, keys in found.items()}
 
 
 def pythons(host: Host) -> Iterator[str]:
