@@ -21,10 +21,21 @@ from tests.diagnose.windows_trees import (
 from tests.each import each
 from tests.pe_forge import dll
 
-from transload.diagnose.probes import on_windows, probe, python, system
+from transload.diagnose.probes import _native, on_windows, probe, python, system
 from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from
-from transload.machine import Library, PciDevice, Python, Surroundings, Unknown
+from transload.machine import (
+    Library,
+    Machine,
+    PciDevice,
+    Platform,
+    Python,
+    Surroundings,
+    Torch,
+    TorchInstall,
+    TorchRun,
+    Unknown,
+)
 
 CARD = PciDevice("0000:01:00.0", 0x10DE, 0x2684, 0x030000, "nvlddmkm", name="NVIDIA GeForce RTX 4090")
 AMD = Adapter(Card("AMD Radeon RX 7900 XTX", 0x744C, kind=0x030000), 0x1002, "amdwddmg", "Advanced Micro Devices, Inc.")
@@ -44,6 +55,28 @@ def test_whole_machine_is_examined_and_its_facts_have_paths_of_windows(tmp_path:
 def test_facts_of_a_windows_machine_keep_what_comes_from_outside(tmp_path: Path) -> None:
     host = windows_host(tmp_path, environ={"PYTHONPATH": "C:/lib;D:\\x"})
     assert probe(torch=False, host=host).variables.values == {"PYTHONPATH": "C:/lib;D:\\x"}
+
+
+def test_paths_in_facts_are_written_as_windows_does() -> None:
+    first = TorchInstall("C:/v/torch", missing=("lib/c10.dll: absent",), origin="file:///C:/x", problem="C:/v: gone")
+    machine = Machine(
+        platform=Platform("Windows", long_paths=Unknown("HKLM/SYSTEM/x does not exist")),
+        python=Python("//server/share/python.exe", others=("D:/p y/python.exe: torch 2.13.0",)),
+        torch=Torch((first,), shadow_via="the folder C:/a/b"),
+        torch_run=TorchRun(warnings=("see https://pytorch.org/a/b and C:/x/y",)),
+    )
+    native = _native(machine)
+    (install,) = native.torch.installs
+    assert (install.location, install.missing, install.problem) == (
+        "C:\\v\\torch",
+        ("lib\\c10.dll: absent",),
+        "C:\\v: gone",
+    )
+    assert (install.origin, native.torch.shadow_via) == ("file:///C:/x", "the folder C:\\a\\b")
+    assert native.python.executable == "\\\\server\\share\\python.exe"
+    assert native.python.others == ("D:\\p y\\python.exe: torch 2.13.0",)
+    assert native.platform.long_paths == Unknown("HKLM\\SYSTEM\\x does not exist")
+    assert native.torch_run == machine.torch_run
 
 
 def test_card_with_its_driver(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def probe(
 
 _PATH = re.compile(r"(?:(?<![\w/\\])(?:[A-Za-z]:|HKLM|HKCU)|^/(?=/\w))/[^\n]*")
 _AS_IS = ("values", "steps", "warnings", "taken")  # what comes from outside
+_FILES = ("missing", "altered", "unlisted")  # paths in the folder of torch
 
 
 def _native(value: Any, name: str = "") -> Any:
@@ -163,9 +164,10 @@ def _native(value: Any, name: str = "") -> Any:
     if name in _AS_IS or isinstance(value, int | float | None):
         return value
     if isinstance(value, str):
-        return _PATH.sub(lambda path: path[0].replace("/", "\\"), value)
+        file = value.replace("/", "\\") if name in _FILES else value
+        return _PATH.sub(lambda path: path[0].replace("/", "\\"), file)
     if isinstance(value, tuple):
-        return tuple([_native(member) for member in value])
+        return tuple([_native(member, name) for member in value])
     if isinstance(value, dict):
         return {key: _native(member) for key, member in value.items()}
     return replace(value, **{key: _native(member, key) for key, member in vars(value).items()})
