@@ -51,7 +51,9 @@ if sys.platform == "win32":
             with suppress(OSError):
                 if make:
                     make(*arguments, **options)
-            if not os.path.lexists(arguments[1 if make else 0]):  # Wine claims to have made a link
+            path = str(arguments[1 if make else 0])
+            # Wine claims to have made a link. pytest makes one to the current folder, if it can.
+            if not os.path.lexists(path) and not path.endswith("current"):
                 pytest.skip(f"needs {what}")
 
         return call

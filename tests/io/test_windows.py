@@ -200,6 +200,19 @@ def test_save_over_a_mapped_file_replaces_it_or_keeps_it_whole(path: Path) -> No
     assert torch.equal(transload.load(path)["w"], torch.zeros(6))
 
 
+def test_directory_that_a_killed_conversion_had_moved_is_put_back_unless_its_writer_runs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    transload.convert(saved(STATE), f"{out}/")
+    out.rename(tmp_path / ".out.999999999-0123abcd.part.old")
+    (tmp_path / ".out.999999998-0123abcd.part").mkdir()
+    if os.name == "nt":
+        (tmp_path / f".out.{os.getpid()}-0123abcd.part").mkdir()
+    with pytest.raises(UsageError, match="already exists"):
+        transload.convert(saved({"w": torch.zeros(1)}), f"{out}/")
+    assert names(tmp_path) == [f".out.{os.getpid()}-0123abcd.part"] * (os.name == "nt") + ["out"]
+    assert (out / "index.json").is_file()
+
+
 # -- long paths --------------------------------------------------------------------------------------------------------
 
 

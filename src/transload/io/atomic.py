@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from threading import Thread
@@ -29,6 +30,7 @@ try:
 except ImportError:  # Windows, where a file that is open cannot be removed anyway
     fcntl = None  # type: ignore[assignment]
 
+_SYNCHRONIZE, _WAIT_TIMEOUT = 0x100000, 258  # of Windows: a right, and that a process has not ended
 _AT_ONCE = 1000  # buffers per writev: the limit (IOV_MAX) is 1024
 _BEHIND = 16 << 20  # bytes after which the kernel is asked to start writing them to the disk
 _BEGIN_WRITING = 2  # SYNC_FILE_RANGE_WRITE
@@ -349,13 +351,18 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
 
     ``flags`` are those for opening it, ``ending`` is a regular expression for the end of its name. It is abandoned if
     it can be locked, and stays locked while the caller handles it. If locks are not supported, nothing is yielded,
-    since the writer may be alive, perhaps on another machine; except on Windows, which does not remove open files.
+    since the writer may be alive, perhaps on another machine; except on Windows, which does not remove open files, and
+    where a directory is abandoned if the process in its name has ended.
     """
     folder, name = os.path.split(target)
-    pattern = re.compile(rf"{re.escape(_prefix(name))}\d{{1,10}}-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
+    pattern = re.compile(rf"{re.escape(_prefix(name))}(?P<process>\d{{1,10}})-[0-9a-f]{{8}}\.part{ending}", re.DOTALL)
     for entry in os.listdir(folder or "."):
         path, match = os.path.join(folder, entry), pattern.fullmatch(entry)
         if not match:
+            continue
+        if os.name == "nt" and os.path.isdir(path):  # which Windows does not open
+            if not is_running(int(match["process"])):
+                yield path, match
             continue
         try:
             descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))
@@ -370,6 +377,20 @@ def abandoned(target: str, flags: int, ending: str = "") -> Iterator[tuple[str, 
         finally:
             if os.name != "nt":
                 os.close(descriptor)
+
+
+def is_running(process: int) -> bool:
+    """Whether a process runs, on Windows: elsewhere locks say more."""
+    import ctypes
+
+    if sys.platform != "win32":
+        return True
+    kernel = ctypes.windll.kernel32
+    kernel.OpenProcess.restype = ctypes.c_void_p
+    handle = ctypes.c_void_p(kernel.OpenProcess(_SYNCHRONIZE, False, process))
+    waits = bool(handle) and kernel.WaitForSingleObject(handle, 0) == _WAIT_TIMEOUT
+    kernel.CloseHandle(handle)
+    return waits
 
 
 def remove_leftovers(target: str) -> None:

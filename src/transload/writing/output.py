@@ -285,8 +285,9 @@ class AtomicFolder:
         self._lock = -1
         try:
             # Remove what killed conversions left. If one was killed between two renames, restore the old directory.
-            with suppress(FileNotFoundError, AttributeError):  # AttributeError: no O_DIRECTORY on this system
-                for left, match in atomic.abandoned(self._target, os.O_RDONLY | os.O_DIRECTORY, r"(?P<old>\.old)?"):
+            with suppress(FileNotFoundError):
+                flags = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)
+                for left, match in atomic.abandoned(self._target, flags, r"(?P<old>\.old)?"):
                     if match["old"] and not os.path.lexists(self._target):
                         os.rename(left, self._target)
                     else:
