@@ -150,8 +150,8 @@ def commands_of(machine: Machine, code: str) -> tuple[str, ...]:
 def test_without_torch_the_command_names_the_cuda_build_for_driver_and_card(tmp_path: Path) -> None:
     new, old = Adapter(), Adapter(card=replace(RTX, device=GTX_1080))
     install = r"C:\py\python.exe -m pip install torch==2.15.0 --index-url https://download.pytorch.org/whl/"
-    assert commands_of(windows_without_torch(tmp_path / "1", new), "P01")[-1] == f"{install}cu130"
-    assert commands_of(windows_without_torch(tmp_path / "2", old), "P01")[-1] == f"{install}cu126"
+    assert commands_of(windows_without_torch(tmp_path / "1", new), "P01") == (f"{install}cu130",)
+    assert commands_of(windows_without_torch(tmp_path / "2", old), "P01") == (f"{install}cu126",)
     older = replace(new, version="31.0.15.3623")  # driver 536.23
     assert commands_of(windows_without_torch(tmp_path / "3", older), "P01")[-1] == f"{install}cu126"
 

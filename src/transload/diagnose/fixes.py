@@ -462,7 +462,8 @@ def install_wheel(machine: Machine, torch: str = "", *, driver: bool = True) -> 
         # NVIDIA's packages for another CUDA version put files into the same folders; a project's tool removes them
         matches = ((name, re.fullmatch(r"nvidia-.+-cu(\d+)", name)) for name in machine.python.packages)
         others = sorted(name for name, of in matches if of and of[1] != _major(cuda) and not project)
-        remove = uninstall(machine, "torch", *companions, *others)
+        present = (*(() if machine.torch.installs == () else ("torch",)), *companions, *others)
+        remove = uninstall(machine, *present) if present else ()
         lines = tuple(dict.fromkeys((*remove, *install(machine, *wanted, index=choice.index_url))))
     update: Steps = ()
     if choice.needs_driver and driver:
