@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from tests.loading.zoo import save_with_tag
+from tests.rank_files import write_ranks
 from tests.schema import validate
 
 from transload.cli.main import main
@@ -182,6 +183,13 @@ def test_directory_of_shards_is_retagged(path: Path, capsys: pytest.CaptureFixtu
     assert main(["retag", str(folder), "--to", "cuda:0"]) == 0
     assert "2 files: 2 changed" in capsys.readouterr().out
     assert [tags(folder / name) for name in names] == [{"cuda:0"}] * 2
+
+
+def test_folder_of_rank_files_is_retagged(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_ranks(path.parent / "ranks")
+    assert main(["retag", str(path.parent / "ranks"), "--to", "cuda:0"]) == 0
+    assert "2 files: 2 changed" in capsys.readouterr().out
+    assert tags(path.parent / "ranks") == {"cuda:0"}
 
 
 def test_output_option_accepts_one_source_only(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

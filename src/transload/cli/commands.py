@@ -123,14 +123,17 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     for name in names:
         for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
             roles: dict[str, str] = {}
+            saved_as = {"member", "beside"}
             if isdir(path):
                 from transload.opening import inspect
 
                 with suppress(CannotReadError):  # reported when it is opened
-                    roles = {join(path, part.name): part.role for part in inspect(path).parts}
+                    checkpoint = inspect(path)
+                    roles = {join(path, part.name): part.role for part in checkpoint.parts}
+                    saved_as |= {""} if checkpoint.traits.ranks else set()
             inside = [file for file, role in roles.items() if role == "candidate"]
             if parts and not inside:
-                saved = [file for file, role in roles.items() if role in ("member", "beside") and isfile(file)]
+                saved = [file for file, role in roles.items() if role in saved_as and isfile(file)]
                 inside = [file for file in saved if not file.endswith(".safetensors")]
             beside = [file for file, role in roles.items() if role == "beside"]
             paths += inside or [path, *beside]
