@@ -140,6 +140,11 @@ def test_malformed_manifest_is_refused(name: str, path: Path) -> None:
         verify(path, against=bad)
 
 
+def test_a_directory_is_no_manifest(path: Path) -> None:
+    with pytest.raises(ManifestError, match="not a manifest"):
+        verify(path, against=path.parent)
+
+
 def test_manifest_with_an_unhashed_tensor_is_not_written(path: Path) -> None:
     """Otherwise it would match any later content."""
     torch.save({"x": torch.zeros(1).expand(1 << 30, 1 << 10)}, path)

@@ -397,3 +397,12 @@ def test_tensor_without_its_header_is_reported() -> None:
         (damage,) = [item for item in verify(bytes(data), hashes=hashes).damaged if item.name == name]
         assert damage.kind == "cut"
         assert "where its record begins" in damage.detail
+
+
+def test_no_rescue_is_suggested_that_would_save_nothing(tmp_path: Path) -> None:
+    """Without its index, no tensor of a DCP directory is found."""
+    (tmp_path / "__0_0.distcp").write_bytes(saved(state()))
+    result = verify(tmp_path)
+    assert (result.format, result.integrity) == ("dcp", "damaged")
+    assert "transload rescue" not in str(result)
+    assert transload.rescue(tmp_path, tmp_path.with_suffix(".pt"), dry_run=True).exit_code == 2

@@ -70,6 +70,8 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
 
 def read_manifest(path: str) -> Manifest:
     """Read a manifest; ``ManifestError`` if it is something else, ``CannotReadError`` if it cannot be read."""
+    if os.path.isdir(path):
+        raise _not_a_manifest(path, "it is a directory")
     source = FileSource(path)
     try:
         if source.size > _MAX:

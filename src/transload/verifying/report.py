@@ -102,9 +102,12 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
     # Suggest a rescue if it can help and no finding has suggested it.
     suggested = any(has_command(finding.fix) for finding in verification.findings)
     useless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)
-    rescuable = verification.integrity in ("damaged", "repairable") and format_of(verification.format).rescued
+    form = format_of(verification.format)
+    # Without an index of several files, no tensor is found in them.
+    useless = useless or (form.several and not verification.tensor_count)
+    rescuable = verification.integrity in ("damaged", "repairable") and form.rescued
     if rescuable and not suggested and not useless:
-        command = rescue_command(verification.path, format_of(verification.format).suffix)
+        command = rescue_command(verification.path, form.suffix)
         yield BLANK
         yield note("to save everything that is intact or provably repairable as a new file:")
         yield Prose(((printable(command, None), ""),), lead=(("    ", ""),), whole=True)
