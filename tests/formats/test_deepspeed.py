@@ -313,6 +313,21 @@ def test_tensor_parallel_slices_are_not_merged(cases: Path, tmp_path: Path) -> N
     assert any("parts of one tensor are not joined" in note for note in result.notes)
 
 
+def test_without_the_model_states_the_weights_are_lost(cases: Path, tmp_path: Path) -> None:
+    """Each vector of the optimizer is whole, but nothing says which parameters are in it, not even to DeepSpeed."""
+    for number, case in enumerate(("stage2-fp16", "stage3-bf16")):
+        folder = changed(cases, case, tmp_path / str(number))
+        for path in folder.glob("*model_states.pt"):
+            path.unlink()
+        checkpoint = inspect(folder)
+        assert checkpoint.integrity == "damaged"
+        assert [finding.code for finding in checkpoint.findings][:1] == ["rank-missing"]
+        assert not [finding for finding in checkpoint.findings if "Load it with" in " ".join(finding.fix)]
+        with pytest.raises(BrokenFileError, match="model states"):
+            convert(folder, tmp_path / "new.pt")
+        assert rescue(folder, tmp_path / f"{number}.pt").exit_code == 1
+
+
 def test_broken_lists_of_parameters_are_a_problem(cases: Path, tmp_path: Path) -> None:
     def is_unmerged(number: int, shapes: Any) -> None:
         folder = changed(cases, "stage2-fp16", tmp_path / str(number))

@@ -417,3 +417,10 @@ def test_a_directory_that_was_not_flattened(tmp_path: Path) -> None:
     nested = {"a": torch.zeros(2), "o": {"x": None}}
     load(nested, CheckpointReader(tmp_path))
     assert_same({"a": torch.ones(2), "o": {"x": 1}}, nested)
+
+
+def test_rank_files_that_form_no_object_are_refused() -> None:
+    """Otherwise torch would say that a key is missing."""
+    (folder,) = RANK_FILES.glob("torch-2.13-ranks-2/fsdp1-local")
+    with pytest.raises(LoadError, match="LOCAL_STATE_DICT"):
+        load({"fc.weight": torch.zeros(1)}, CheckpointReader(folder))

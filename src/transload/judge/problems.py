@@ -168,6 +168,8 @@ def judge_problems(problems: tuple[Problem, ...]) -> tuple[Safety, tuple[Finding
         if len(group) > _SHOWN:
             evidence.append(f"… and {len(group) - _SHOWN} more")
         title, fix = group[0].title or rules[code].title, group[0].fix or rules[code].fix
+        if code == UNMERGED and groups.keys() & UNMERGEABLE:
+            fix = ()  # that of the cause
         places = tuple(dict.fromkeys(problem.where for problem in group if problem.where))
         findings.append(Finding(code, rules[code].severity, title, tuple(evidence), fix, places))
     return worst_safety(*(rule.safety for rule in rules.values())), tuple(findings)
@@ -182,6 +184,8 @@ def rule_of(code: str) -> ProblemRule:
 
 UNMERGED = "ranks-unmerged"
 """The files of ranks do not form one object, so there is nothing to load."""
+UNMERGEABLE = frozenset({"rank-missing", "ranks-differ"})
+"""Causes of that: no library can load them then."""
 # Damage that only gets a warning: torch.load does not detect it either, or some tensors are left out.
 LEFT_OUT = frozenset({"gguf-quantized", "npy-not-numbers", "npy-objects", "npy-size"})
 _WARNED = LEFT_OUT | {"dcp-objects-differ", "dcp-shape-inferred", "storage-skipped"}

@@ -158,6 +158,8 @@ def prediction(checkpoint: Checkpoint, safety: Safety, *, as_data: bool) -> str:
         return f"fails, and so does {form.other_loader}: the file is damaged"
     if form.composed and unreadable:
         return "fails on a directory, and transload.load refuses it: some of it is lost"
+    if form.composed and "ranks-unmerged" in codes:
+        return "fails on a directory, and transload.load refuses it: its files do not form one object"
     if form.torch_load:
         from transload.steps import step_of
 

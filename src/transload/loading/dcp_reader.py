@@ -29,6 +29,7 @@ from transload.loading.composed import pieces_in
 from transload.loading.handles import TensorReader, build_node
 from transload.loading.into.keys import MARKERS, branches, key_function
 from transload.loading.into.ranks import Seen, overlaps, seen
+from transload.loading.refusal import refuse_unmerged
 from transload.nodes import Call, Dict, called, nested
 from transload.opening import CheckpointFile
 
@@ -198,6 +199,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
         from torch.distributed.checkpoint import metadata as facts
 
         self._opened = opened = TensorReader(self.checkpoint_id, "cpu")
+        refuse_unmerged(opened.checkpoint)  # else torch would miss keys that are in the files
         self._entries = self._named(_entries(opened))
         described: dict[str, Any] = {}
         for name, entry in self._entries.items():

@@ -18,7 +18,16 @@ from transload.findings import first_lines, is_named
 from transload.formats.pieces import names_outside
 from transload.frozen import replace
 from transload.judge.names import ALSO_DATA, PIECES, PLAIN_VALUES, TORCH_DEFAULT, canonical, torch_spelling
-from transload.judge.problems import LEFT_OUT, UNMERGED, WITHOUT_CODE, codes_of, convert_command, rule_of, sentence_of
+from transload.judge.problems import (
+    LEFT_OUT,
+    UNMERGEABLE,
+    UNMERGED,
+    WITHOUT_CODE,
+    codes_of,
+    convert_command,
+    rule_of,
+    sentence_of,
+)
 from transload.judge.safety import (
     DO_NOT_LOAD,
     finds_plain_values,
@@ -167,9 +176,10 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 def refuse_unmerged(checkpoint: Checkpoint) -> None:
     """Raise for the files of ranks that do not form one object."""
-    apart = next((finding for finding in checkpoint.findings if finding.code == UNMERGED), None)
-    if apart is not None:
-        raise LoadError(sentence_of(apart), where=checkpoint.path, fix="\n".join(apart.fix))
+    codes = {finding.code: finding for finding in checkpoint.findings}
+    if UNMERGED in codes:
+        why = next((finding for code, finding in codes.items() if code in UNMERGEABLE), codes[UNMERGED])
+        raise LoadError(sentence_of(why), where=checkpoint.path, fix="\n".join(why.fix))
 
 
 def _refuse_piece(checkpoint: Checkpoint) -> None:

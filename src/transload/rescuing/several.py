@@ -69,6 +69,10 @@ def rescue_files(
         summed = {place for key in keys for place in (key[:2], key[::2])}
         repaired_at = {place for key in undone for place in (key[:2], key[::2])}
         reasons = {damage.name: damage.detail for damage in damages(overlay, every, bad, {})}
+        if overlay.has_pieces:  # which cannot be put together, and none of them is a tensor of its own
+            for tensor in checkpoint.tensors:
+                if tensor.is_sharded and (gaps := gaps_of(tensor, tensor.parts)):
+                    reasons.setdefault(tensor.name, f"this file does not have {box_words(gaps, tensor.shape)}")
         damaged_storages = bad_storages(overlay, every, bad)
         filled: dict[str, Tensor] = {}
         partial = False
@@ -93,7 +97,7 @@ def rescue_files(
                 if any(box.shape == tensor.shape for box in lost_boxes):
                     intact = []
                 partial = partial or bool(intact)
-                if intact and not why.startswith("no file has"):
+                if intact and not why.startswith(("no file has", "this file does not have")):
                     why = f"{box_words(lost_boxes, tensor.shape)}: {why}"
                 if fill and tensor.is_dense and tensor.dtype in ITEMSIZE:
                     filled[tensor.name] = _filled(tensor, intact, lost_boxes)

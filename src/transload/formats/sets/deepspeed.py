@@ -162,7 +162,8 @@ def _compose(whole: Composition, files: list[tuple[_Place, RankFile]]) -> None:
         elif place.kind == "optimizer states":
             optimizers.setdefault(place.mp, {})[place.dp] = file
     if not models or not models.keys() >= optimizers.keys():
-        raise UnmergedError("the file with the model states is missing, which lists the parameters in their order")
+        whole.merger.note("rank-missing", "the model states, which list the parameters in their order")
+        raise UnmergedError("nothing says which parameters the optimizer states are of")
     universal = {} if optimizers else _universal(whole)
     if universal:
         whole.merger.flavour = "universal checkpoint"

@@ -147,6 +147,7 @@ class _Family:
             raise whole.mixed(f"several files of {family or 'the ranks'} are of the same rank")
         self._missing = [rank for rank in range(min(self.world, MAX_RANKS)) if rank not in ranks]
         self._family = family
+        self._steps: tuple[Key, ...] = ()
         self._lacking: list[str] = []
         self._differing: list[str] = []
         if not self._files:
@@ -166,6 +167,7 @@ class _Family:
 
     def merge(self, steps: tuple[Key, ...]) -> None:
         """Put the object of the first rank at a path of the whole, with whole tensors."""
+        self._steps = steps
         first = self._files[0][1]
         held: dict[tuple[Key, ...], list[tuple[int, RankFile]]] = {}
         for rank, file in self._files:
@@ -189,9 +191,13 @@ class _Family:
             self._whole.put_value(Value(steps, root.node, first.name, position), first.checkpoint.leaves)
         self._tell()
 
+    def _name(self, path: tuple[Key, ...]) -> str:
+        """The name in the whole of what the files have at a path."""
+        return "/".join(map(str, (*self._steps, *path)))
+
     def _merged(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> Tensor:
         """A tensor of which the ranks have pieces, or each has all of it."""
-        name = "/".join(map(str, path))
+        name = self._name(path)
         rank, first = held[0]
         for other, tensor in held[1:]:
             here, there = (f"{each.dtype} {list(each.shape)}" for each in (first, tensor))
@@ -217,7 +223,7 @@ class _Family:
         if len(parts) > _MOST_PIECES:
             raise UnmergedError(f"{name} is in {len(parts):,} pieces")
         before = len(self._whole.lacks)
-        tensor = self._whole.assembled(path, first.shape, parts)
+        tensor = self._whole.assembled((*self._steps, *path), first.shape, parts)
         if len(self._whole.lacks) > before:
             self._lacking.append(name)
         return tensor
@@ -245,7 +251,7 @@ class _Family:
                     self._differ(leaf.path, texts, [first, rank])
 
     def _differ(self, path: tuple[Key, ...], texts: str, ranks: list[int]) -> None:
-        name = "/".join(map(str, path))
+        name = self._name(path)
         if path and path[-1] in _PROGRESS:
             raise self._whole.mixed(f"{name} differs between rank {ranks[0]} and rank {ranks[1]}{texts}")
         if name not in self._differing:
