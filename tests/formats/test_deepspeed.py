@@ -360,6 +360,23 @@ def save_ranks(folder: Path, model: dict[str, Any], *optimizers: dict[str, Any],
         torch.save({"optimizer_state_dict": optimizer}, path)
 
 
+def test_model_states_that_are_no_dictionary_are_not_merged(tmp_path: Path) -> None:
+    for content in (torch.ones(2), [torch.ones(2)]):
+        torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
+        (problem,) = inspect(tmp_path).problems
+        assert problem.code == "ranks-unmerged"
+        assert "mp_rank_00_model_states.pt" in problem.detail
+
+
+def test_universal_weight_that_is_sparse_stays_as_it_is(cases: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "universal"
+    shutil.copytree(cases / "stage3-bf16" / "universal", folder)
+    file = next(folder.glob("*/zero/*.*/fp32.pt"))
+    torch.save(torch.load(file).flatten().to_sparse(), file)
+    (tensor,) = (tensor for tensor in inspect(folder).tensors if tensor.name == f"module/{file.parent.name}")
+    assert tensor.kind == "sparse_coo"
+
+
 def test_stages_of_a_pipeline_have_different_parameters(tmp_path: Path) -> None:
     for stage in range(2):
         shapes = [{f"{stage}.weight": torch.Size([2, 3]), "tied_modules.embed.weight": torch.Size([2])}]
@@ -466,3 +483,14 @@ def test_parts_lie_in_the_files_of_the_ranks(cases: Path) -> None:
     files = {storage.id: storage.file for storage in checkpoint.storages}
     found = [files[part.storage] for part in with_parts(tensor) if part.storage]
     assert found == [f"{STEP}/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
+
+
+def test_offsets_in_files_are_those_of_the_parts(cases: Path) -> None:
+    checkpoint, weights = inspect(cases / "stage1-bf16"), load(cases / "stage1-bf16")["module"]
+    files = {storage.id: cases / "stage1-bf16" / storage.file for storage in checkpoint.storages}
+    for name in ("b.weight", "c.weight"):
+        for part in with_parts(checkpoint.tensor(f"module/{name}")):
+            if part.storage:
+                first = weights[name].flatten()[part.start[0] if part.start else 0]
+                raw = files[part.storage].read_bytes()[part.file_offset :][:4]
+                assert torch.frombuffer(bytearray(raw), dtype=torch.float32)[0] == first

@@ -195,6 +195,10 @@ def test_what_no_rule_covers_is_not_merged(tmp_path: Path) -> None:
             {"tp": 2, "more": {"adapter.weight": torch.ones(2)}},
         ),
         ("1 groups of queries are split over 2 ranks", {"tp": 2, "num_query_groups": 1}),
+        (
+            "the slices of output_layer.bias do not fit together",
+            {"tp": 2, "more": {"output_layer.bias": torch.ones(2).to_sparse()}},
+        ),
         ("the stages have 4 layers, args say 8", {"chunks": [[2, 2]], "num_layers": 8}),
         (
             "experts are split over another number",

@@ -128,6 +128,14 @@ def test_a_file_of_another_run_is_refused(cases: Path, name: str, tmp_path: Path
         transload.load(folder)
 
 
+def test_a_divided_tensor_that_is_not_dense_is_not_merged(cases: Path, tmp_path: Path) -> None:
+    folder = changed(cases / "2/pt", tmp_path)
+    for file in folder.glob("model_*.pt"):
+        content = torch.load(file, weights_only=True)
+        torch.save({**content, "rows": content["rows"].to_local().to_sparse()}, file)
+    assert detail(folder, "ranks-unmerged") == "how rows is divided among the ranks is not clear"
+
+
 def _set(*path: Any) -> Callable[[Any], None]:
     *steps, last, value = path
 

@@ -35,7 +35,7 @@ def unpacked_item(source: Source, offset: int, stored: int, limit: int) -> Itera
     return decompressed(Slice(source, offset, stored, source.name), "zstd", limit)
 
 
-def joined(steps: tuple[Key, ...], name: str) -> str:
+def joined(steps: tuple[Key, ...], name: str = "") -> str:
     """The name of something inside a larger checkpoint: the steps that lead there, and its own name."""
     return "/".join([*map(str, steps), name] if name else map(str, steps))
 

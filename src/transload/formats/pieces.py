@@ -98,19 +98,16 @@ def cut_out(tensor: Tensor, boxes: Sequence[tuple[Box, Box]], path: tuple[Key, .
     """The parts of a distributed tensor that a rank's own tensor has: boxes of the whole, each with its box in that."""
     parts = []
     for box, inner in boxes:
-        view = View(tensor.shape, tensor.stride, tensor.offset).part(inner)
-        at = tensor.file_offset
-        part = tensor._replace(
-            path=(*path, *box.start),
-            shape=box.shape,
-            offset=view.offset,
-            requires_grad=False,
-            cls="",
-            file_offset=None if at is None else at + itemsize(tensor.dtype, view.offset - tensor.offset),
-            start=box.start,
-        )
-        parts.append(part)
+        part = part_of(tensor, box.shape, View(tensor.shape, tensor.stride).part(inner).offset, box.start)
+        parts.append(part._replace(path=(*path, *box.start), requires_grad=False, cls=""))
     return parts
+
+
+def part_of(tensor: Tensor, shape: tuple[int, ...], offset: int, start: tuple[int, ...]) -> Tensor:
+    """A box of a strided tensor that begins ``offset`` elements of the storage after it, as the part at ``start``."""
+    at = tensor.file_offset
+    at = None if at is None else at + itemsize(tensor.dtype, offset)
+    return tensor._replace(shape=shape, offset=tensor.offset + offset, file_offset=at, start=start)
 
 
 def share_words(tensors: Sequence[Tensor]) -> str:

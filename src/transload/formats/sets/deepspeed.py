@@ -17,6 +17,7 @@ from transload.findings import join_names
 from transload.formats.sets.merger import MAX_RANKS, STEP, Merger, listed, steps_in
 from transload.formats.sets.pieces import (
     Composition,
+    MixedError,
     RankFile,
     UnmergedError,
     Vector,
@@ -109,7 +110,7 @@ def read(merger: Merger) -> Checkpoint:
         try:
             _compose(whole, files)
         except UnmergedError as why:
-            whole.keep_apart(str(why), _CLASSES)
+            whole.keep_apart(why, _CLASSES)
     return merger.merged()
 
 
@@ -139,6 +140,12 @@ def _note_ranks(merger: Merger, places: list[_Place], files: list[tuple[_Place, 
 def _settings(file: RankFile) -> dict[Key, object]:
     """What the file of an optimizer says besides the configuration."""
     return entries(file.root.get(_OPTIMIZER))
+
+
+def _shapes(file: RankFile) -> list[dict[str, tuple[int, ...]]]:
+    """The names and shapes of the parameters in each group, in the order of their vectors."""
+    groups = map(entries, list_of(file.root.get("param_shapes")))
+    return [{str(name): shape_of(shape) for name, shape in group.items()} for group in groups]
 
 
 def _partitions(settings: dict[Key, object]) -> int:
@@ -253,10 +260,11 @@ class _Stage:
         self._whole = whole
         self._models, self._optimizers = models, optimizers
         self.model = next(iter(models.values()))
+        if not self.model.root:
+            raise UnmergedError(f"{self.model.name} does not contain a dictionary")
         self._settings = _settings(next(iter(optimizers.values()))) if optimizers else {}
         self._world = _partitions(self._settings)
-        listed = list_of(self.model.root.get("param_shapes"))
-        self.groups = [{str(name): shape_of(shape) for name, shape in entries(group).items()} for group in listed]
+        self.groups = _shapes(self.model)
         self.module: dict[str, Tensor] = {}
         self.states: dict[str, dict[Key, _State]] = {}
         # ZeRO 3 nests the state of the optimizer twice.
@@ -294,9 +302,9 @@ class _Stage:
                 module[str(name)] = module[other]
         # Stage 1 has frozen parameters only here, and so has a model without ZeRO all of its weights.
         for path, tensor in model.tensors.items() if alone else ():
-            if path[0] == "module" and len(path) == 2 and path[1] not in module:
+            if path[:-1] == ("module",) and path[1] not in module:
                 if not tensor.numel and model.kind == "partitioned model":
-                    self._whole.lack(f"module/{path[1]}", "no file says where its elements are")
+                    self._whole.gaps.append((f"module/{path[1]}", "no file says where its elements are"))
                 else:
                     module[str(path[1])] = tensor
 
@@ -329,12 +337,13 @@ class _Stage:
         self._common = (common, (), ("param_groups",)) if common is not None else None
         shapes = {name: shape for group in self.groups for name, shape in group.items()}
         known = {*self.module, *map(str, entries(self.model.root.get("shared_params")))}
-        known |= {str(path[1]) for path in self.model.tensors if path[0] == "module" and len(path) == 2}
+        known |= {str(path[1]) for path in self.model.tensors if path[:-1] == ("module",)}
         for name in [*shapes, *(name for name in universal if name and name not in known and name not in shapes)]:
             for key, file in universal.get(name, {}).items():
                 tensor = file.tensors.get(()) or file.tensors.get(("param",))
                 shape = shapes.get(name)
-                if tensor is not None and shape and len(tensor.shape) == 1 and tensor.numel == prod(shape):
+                is_run = tensor is not None and tensor.kind == "strided" and len(tensor.shape) == 1
+                if tensor is not None and is_run and shape and tensor.numel == prod(shape):
                     # Stage 3 stores it as a vector.
                     tensor, _ = assembled(tensor.path, shape, (tensor._replace(start=(0,)),))
                 if key == "fp32" and tensor is not None:
@@ -342,7 +351,7 @@ class _Stage:
                 elif key != "fp32":
                     self.states.setdefault(name, {})[key] = tensor or (file, ())
             if name not in self.module:
-                self._whole.lack(f"module/{name}", f"zero/{name}/fp32.pt is missing")
+                self._whole.gaps.append((f"module/{name}", f"zero/{name}/fp32.pt is missing"))
         # Stage 3 keeps the rest of the state in the common file, by group.
         for number, group in enumerate(self.groups):
             base = (_OPTIMIZER, "state", number)
@@ -360,21 +369,19 @@ class _Stage:
         if not self._world:
             raise UnmergedError("the files of the optimizer do not say how many partitions there are")
         if max(self._optimizers) >= self._world:
-            raise self._whole.mixed(f"{max(self._optimizers) + 1:,} ranks have files, which {self._world:,} wrote")
+            raise MixedError(f"{max(self._optimizers) + 1:,} ranks have files, which {self._world:,} wrote")
         for key in ("global_steps", "dp_world_size"):
             self._agree(key, {rank: str(number_of(file.root.get(key))) for rank, file in self._models.items()})
         for rank, file in self._models.items():
-            listed = [entries(group) for group in list_of(file.root.get("param_shapes"))]
-            shapes = [{str(name): shape_of(shape) for name, shape in group.items()} for group in listed]
-            if shapes != self.groups:
-                raise self._whole.mixed(f"rank {rank} has other parameters than rank {min(self._models)}")
+            if _shapes(file) != self.groups:
+                raise MixedError(f"rank {rank} has other parameters than rank {min(self._models)}")
         if not any(self.groups):
             raise UnmergedError("its model states do not list the parameters (param_shapes)")
 
     def _agree(self, what: str, said: dict[int, str]) -> None:
         if len(set(said.values())) > 1:
             words = join_names([f"rank {rank}: {text}" for rank, text in said.items()], 4)
-            raise self._whole.mixed(f"the ranks differ in {what} ({words})")
+            raise MixedError(f"the ranks differ in {what} ({words})")
 
     def _group(self, file: RankFile, weights: tuple[Key, ...]) -> _Group:
         """What a rank has of the group whose weights are at a path, which ends with its number."""
@@ -460,7 +467,7 @@ class _Stage:
         align = 2 * len(members)
         if end is not None and -(-at // align) != -(-end // align):
             why = f"the parameters of group {number} have {at:,} elements, the vectors of the ranks {end:,}"
-            raise self._whole.mixed(why)
+            raise MixedError(why)
 
     def _add_partitioned(self) -> None:
         """Add the parameters of stage 3: each rank has a run of each parameter, in vectors of limited size."""
@@ -498,7 +505,7 @@ class _Stage:
             at += size
         if any(size != at for size in sizes.values()):
             words = join_names([f"rank {rank}: {size:,}" for rank, size in sizes.items()], 4)
-            raise self._whole.mixed(f"each rank should have {at:,} elements of the parameters ({words})")
+            raise MixedError(f"each rank should have {at:,} elements of the parameters ({words})")
 
     def _add(
         self, name: str, shape: tuple[int, ...], weights: list[Tensor], states: dict[Key, list[Tensor]], group: _Group

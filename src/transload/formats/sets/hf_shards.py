@@ -14,7 +14,6 @@ from transload.findings import join_names
 from transload.formats.safetensors import SHARDING_INFO, header_metadata
 from transload.formats.sets.merger import MAX_RANKS, Merger, listed
 from transload.formats.sets.pieces import assembled, lost_words, overlap_words
-from transload.frozen import replace
 from transload.geometry import Box, hull
 from transload.io.folder import Listing
 from transload.render.words import plural
@@ -46,8 +45,7 @@ def read(merger: Merger) -> Checkpoint | None:
         starts = starts_in(header_metadata(merger.open_file(part))) if checkpoint.tensors else {}
         if starts is None:
             return None
-        problems = tuple(problem for problem in checkpoint.problems if problem.code != "rank-file")
-        for tensor in merger.merge(part, replace(checkpoint, problems=problems)):
+        for tensor in merger.merge(part, checkpoint):
             rank = len(tensor.shape)
             start = starts.get(tensor.name, (0,) * rank)
             if len(start) == rank:

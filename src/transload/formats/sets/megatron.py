@@ -12,6 +12,7 @@ from transload.formats.sets import dcp
 from transload.formats.sets.merger import MAX_RANKS, Merger, listed, steps_in
 from transload.formats.sets.pieces import (
     Composition,
+    MixedError,
     RankFile,
     UnmergedError,
     can_be_joined,
@@ -85,7 +86,7 @@ def _merge(merger: Merger) -> None:
     try:
         _compose(whole, dict(sorted(ranks.items())))
     except UnmergedError as why:
-        whole.keep_apart(str(why), _CLASSES)
+        whole.keep_apart(why, _CLASSES)
 
 
 # -- the object
@@ -139,7 +140,7 @@ class _Run:
         self.sizes = self._sizes(first, names)
         for rank, file in ranks.items():
             if self._sizes(file, names) != self.sizes or file.at(("iteration",)) != first.at(("iteration",)):
-                raise whole.mixed(f"rank {rank} is of another iteration, or was split in another way, than the first")
+                raise MixedError(f"rank {rank} is of another iteration, or was split in another way, than the first")
         # A number is in the name of a folder only if there are several: of two, the second may be that of the expert.
         axes = [axis for axis in range(3) if axis == 0 or self.sizes[axis] > 1]
         self.files: dict[tuple[int, ...], RankFile] = {}

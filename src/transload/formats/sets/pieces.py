@@ -9,13 +9,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Key, Leaf, Storage, Tensor, Value
 from transload.contents import with_parts
 from transload.formats.graph import members_of, node_at, short_key
-from transload.formats.pieces import size_of
+from transload.formats.nested import joined
+from transload.formats.pieces import part_of, size_of
 from transload.formats.sets.merger import Merger
 from transload.frozen import NamedTuple, replace
 from transload.geometry import Box, Cover, box_words, boxes_of_run, contiguous, cover
@@ -26,6 +28,10 @@ _SAME: Any = object()
 
 class UnmergedError(Exception):
     """Why the files of the ranks cannot be put together."""
+
+
+class MixedError(UnmergedError):
+    """What shows that the files of the ranks do not belong together: they are of several runs, or steps."""
 
 
 class RankFile(NamedTuple):
@@ -46,20 +52,24 @@ class RankFile(NamedTuple):
         """The one-dimensional tensor at a path."""
         tensor = self.tensors.get(path)
         if tensor is None or tensor.kind != "strided" or len(tensor.shape) != 1:
-            raise UnmergedError(f"{self.name} has no vector at {'/'.join(map(str, path))}")
+            raise UnmergedError(f"{self.name} has no vector at {joined(path)}")
         return tensor
 
 
 class Composition:
-    """The object that the files of a folder form, by path."""
+    """The object that the files of a folder form, by path.
+
+    ``tensors`` are those so far, and ``gaps`` the names of those that are not complete, each with what is missing:
+    problems, unless the files stay apart.
+    """
 
     def __init__(self, merger: Merger) -> None:
         self.merger = merger
         self._files: list[RankFile] = []
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         self._values: list[Value] = []
         self._leaves: list[Leaf] = []
-        self.lacks: list[tuple[str, str]] = []
+        self.gaps: list[tuple[str, str]] = []
 
     def read(self, name: str, kind: str) -> RankFile | None:
         """Read a file of the folder; ``None``, with a problem, if that fails."""
@@ -75,7 +85,7 @@ class Composition:
 
     def put(self, path: tuple[Key, ...], tensor: Tensor) -> None:
         """Put a tensor at a path of the object."""
-        self._tensors.append(tensor._replace(path=path, name="/".join(map(str, path)), start=None, requires_grad=False))
+        self.tensors.append(tensor._replace(path=path, name=joined(path), start=None, requires_grad=False))
 
     def put_copy(self, path: tuple[Key, ...], tensor: Tensor) -> None:
         """Put a tensor at a path that others have, too, but not its memory: an optimizer counts each one's steps."""
@@ -89,71 +99,58 @@ class Composition:
             self.put(path, file.tensors[old])
             return
         node = file.at(old) if node is _SAME else node
-        self._values.append(Value(path, node, file.name, len(self._tensors)))
         below = type(node) in (Call, Dict, list, tuple)  # nothing is below a number, of which there may be thousands
+        leaves = file.leaves.values() if below else filter(None, [file.leaves.get(old)])
+        self.put_value(Value(path, node, file.name, len(self.tensors)), leaves, old)
         for inner, tensor in file.tensors.items() if below else ():
             if inner[: len(old)] == old:
                 self.put((*path, *inner[len(old) :]), tensor)
-        for leaf in file.leaves.values() if below else filter(None, [file.leaves.get(old)]):
-            if leaf.path[: len(old)] == old:
-                new = (*path, *leaf.path[len(old) :])
-                self._leaves.append(replace(leaf, path=new, name="/".join(map(str, new))))
 
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The tensors so far."""
-        return self._tensors
+    def put_value(self, value: Value, leaves: Iterable[Leaf], old: tuple[Key, ...] = ()) -> None:
+        """Put an object of a file, which was at the path ``old`` there, into the whole, without its tensors."""
+        self._values.append(value)
+        for leaf in leaves:
+            if leaf.path[: len(old)] == old:
+                path = (*value.path, *leaf.path[len(old) :])
+                self._leaves.append(replace(leaf, path=path, name=joined(path)))
 
     @cached_property
     def storages(self) -> dict[str, Storage]:
         """The storages of the files that were read, by id."""
         return {storage.id: storage for storage in self.merger.storages}
 
-    def put_value(self, value: Value, leaves: Iterable[Leaf]) -> None:
-        """Put an object of a file into the whole; its tensors are those that were put below its path."""
-        self._values.append(value)
-        for leaf in leaves:
-            path = (*value.path, *leaf.path)
-            self._leaves.append(replace(leaf, path=path, name="/".join(map(str, path))))
-
     def assembled(self, path: tuple[Key, ...], shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
         """A tensor that consists of parts; notes what is missing. ``UnmergedError`` if they do not fit together."""
-        name = "/".join(map(str, path))
+        name = joined(path)
         dtypes = {part.dtype for part in parts}
         if len(dtypes) > 1:
             raise UnmergedError(f"ranks have {' and '.join(sorted(dtypes))} for {name}")
         tensor, covered = assembled(path, shape, parts)
         if covered.twice:
-            raise self.mixed(f"the pieces of {name} overlap: {overlap_words(covered, shape)}")
+            raise MixedError(f"the pieces of {name} overlap: {overlap_words(covered, shape)}")
         if covered.lost:
-            self.lack(name, f"no file has {lost_words(covered, shape)}")
+            self.gaps.append((name, f"no file has {lost_words(covered, shape)}"))
         return tensor
 
-    def lack(self, name: str, detail: str) -> None:
-        """Note that a tensor is not complete, unless the files stay apart."""
-        self.lacks.append((name, detail))
-
-    def mixed(self, detail: str) -> UnmergedError:
-        """Note that the files do not belong together, and return the error to raise."""
-        self.merger.note("ranks-differ", detail)
-        return UnmergedError("the files do not belong together")
-
-    def keep_apart(self, why: str, classes: tuple[str, ...] = ()) -> None:
+    def keep_apart(self, why: UnmergedError, classes: tuple[str, ...] = ()) -> None:
         """Leave the files as they are, each with its own object, in which those of some classes are plain."""
-        self.merger.note("ranks-unmerged", why)
+        mixed = isinstance(why, MixedError)
+        if mixed:
+            self.merger.note("ranks-differ", str(why))
+        self.merger.note("ranks-unmerged", "the files do not belong together" if mixed else str(why))
         roots = [(file.name, plain(file.checkpoint.root, classes)) for file in self._files]
         self.merger.values = [Value((name,), root, name) for name, root in roots]
 
     def finish(self) -> None:
         """Make it the content of the checkpoint."""
         merger = self.merger
-        for name, detail in self.lacks:
+        for name, detail in self.gaps:
             merger.noted.add("dcp-piece-missing", name, detail)
         names: dict[str | None, dict[str, None]] = {}
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             for part in with_parts(tensor):
                 names.setdefault(part.storage, {})[tensor.name] = None
-        merger.tensors, merger.values, merger.leaves = self._tensors, self._values, self._leaves
+        merger.tensors, merger.values, merger.leaves = self.tensors, self._values, self._leaves
         merger.storages = [one._replace(tensors=tuple(names.get(one.id, ()))) for one in merger.storages]
 
 
@@ -234,8 +231,7 @@ class Vector:
                 break
             low, high = max(begin, first), min(end, first + run.numel)
             if low < high:
-                offset = run.offset + (low - first) * run.stride[0]
-                parts.append(run._replace(shape=(high - low,), offset=offset, start=(start + low - begin,)))
+                parts.append(part_of(run, (high - low,), (low - first) * run.stride[0], (start + low - begin,)))
         return parts
 
 
@@ -247,7 +243,7 @@ def assembled(
     A part begins at a position in each dimension; or all are runs, each at a position in the flattened tensor. ``name``
     is the path, joined, unless given, and ``dtype`` that of the parts.
     """
-    name = name or "/".join(map(str, path))
+    name = name or joined(path)
     boxes = [Box(part.start or (), part.shape) for part in parts]
     flat = len(shape) != 1 and bool(boxes) and len(boxes[0].start) == 1
     found = cover((prod(shape),) if flat else shape, boxes)
@@ -274,45 +270,25 @@ def overlap_words(covered: Cover, shape: tuple[int, ...]) -> str:
     return f"{box_words(covered.twice, shape)} overlaps other pieces, or is not inside the tensor"
 
 
-def rows_of(tensor: Tensor, begin: int, end: int) -> Tensor:
-    """Some rows of a tensor, which is plain or consists of runs."""
-    shape = (end - begin, *tensor.shape[1:])
-    if tensor.kind == "strided":
-        return tensor._replace(shape=shape, offset=tensor.offset + begin * tensor.stride[0])
-    size, vector = prod(tensor.shape[1:]), Vector()
-    for part in tensor.parts:
-        vector.add(part.start[0] if part.start else 0, part)
-    return assembled(tensor.path, shape, vector.cut(begin * size, (end - begin) * size))[0]
-
-
 def concatenated(path: tuple[Key, ...], slices: Sequence[Tensor], dim: int, stacks: int = 1) -> Tensor:
     """The tensor whose slices along a dimension the ranks have.
 
     Each slice may be a stack of several tensors, all of the same size along that dimension, which is then the first:
     the slices of the first of them come before those of the next one.
     """
-    first = slices[0]
-    pieces = list(slices)
-    if stacks > 1:
-        sizes = [each.shape[0] // stacks for each in slices]
-        pieces = [
-            rows_of(each, number * size, (number + 1) * size)
-            for number in range(stacks)
-            for each, size in zip(slices, sizes, strict=True)
-        ]
-    parts, at = [], 0
-    for piece in pieces:
-        start = tuple(at if axis == dim else 0 for axis in range(len(first.shape)))
-        parts.append(piece._replace(start=start))
-        at += piece.shape[dim]
-    shape = tuple(at if axis == dim else size for axis, size in enumerate(first.shape))
-    name = "/".join(map(str, path))
-    return Tensor(
-        path, name, first.dtype, shape, contiguous(shape), first.device, None, kind="sharded", parts=tuple(parts)
-    )
+    parts, at, shape = list[Tensor](), 0, slices[0].shape
+    for number, each in product(range(stacks), slices):
+        size = each.shape[dim] // stacks
+        start = tuple(at if axis == dim else 0 for axis in range(len(shape)))
+        rows = (*shape[:dim], size, *shape[dim + 1 :])
+        parts.append(part_of(each, rows, number * size * each.stride[dim], start))
+        at += size
+    return assembled(path, (*shape[:dim], at, *shape[dim + 1 :]), parts)[0]
 
 
 def can_be_joined(slices: Sequence[Tensor], dim: int) -> bool:
-    """Whether tensors have the same dtype, and the same shape in all other dimensions."""
+    """Whether tensors are dense, and have the same dtype and the same shape in all other dimensions."""
+    if any(each.kind != "strided" for each in slices):
+        return False
     shapes = {(len(each.shape), *each.shape[:dim], -1, *each.shape[dim + 1 :]) for each in slices}
     return len(shapes) == 1 and len({each.dtype for each in slices}) == 1 and 0 <= dim < len(slices[0].shape)

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from transload.checkpoint import Checkpoint, Key, Tensor, Value
 from transload.findings import join_names
 from transload.formats.graph import call_items, node_at, short_key
+from transload.formats.nested import joined
 from transload.formats.sets.merger import MAX_RANKS, Merger
-from transload.formats.sets.pieces import Composition, RankFile, UnmergedError
+from transload.formats.sets.pieces import Composition, MixedError, RankFile, UnmergedError
 from transload.frozen import NamedTuple
 from transload.io.folder import Listing
 from transload.nodes import Call, Dict, called
@@ -103,12 +104,12 @@ def merged(merger: Merger, families: dict[str, list[RankName]], adapt: Adapt | N
         parts = {family: _Family(whole, family, names, adapt) for family, names in families.items()}
         worlds = sorted({part.world for part in parts.values() if part.world})
         if len(worlds) > 1:
-            raise whole.mixed(f"they are of runs with {' and '.join(f'{world:,}' for world in worlds)} ranks")
+            raise MixedError(f"they are of runs with {' and '.join(f'{world:,}' for world in worlds)} ranks")
         for family, part in parts.items():
             part.merge((family,) if len(parts) > 1 or adapt else ())
         whole.finish()
     except UnmergedError as reason:
-        whole.keep_apart(str(reason))
+        whole.keep_apart(reason)
     return merger.merged()
 
 
@@ -136,19 +137,18 @@ class _Family:
             if "world size" in facts and (not worlds or int(facts["world size"]) > max(worlds)):
                 worlds.add(int(facts["world size"]))
             if "rank" in facts and facts["rank"] != str(rank):
-                raise whole.mixed(f"{file.name} was saved by rank {facts['rank']}")
+                raise MixedError(f"{file.name} was saved by rank {facts['rank']}")
         if len(worlds) > 1:
             counts = " and ".join(f"{world:,}" for world in sorted(worlds))
-            raise whole.mixed(f"the files of {family or 'the ranks'} are of runs with {counts} ranks")
+            raise MixedError(f"the files of {family or 'the ranks'} are of runs with {counts} ranks")
         self._compare_worlds()
         ranks = [name.rank for name in names]
         self.world = max([*worlds, max(ranks) + 1]) if worlds else 0  # a mesh may be a part of all ranks
         if len(set(ranks)) < len(ranks):
-            raise whole.mixed(f"several files of {family or 'the ranks'} are of the same rank")
+            raise MixedError(f"several files of {family or 'the ranks'} are of the same rank")
         self._missing = [rank for rank in range(min(self.world, MAX_RANKS)) if rank not in ranks]
         self._family = family
         self._steps: tuple[Key, ...] = ()
-        self._lacking: list[str] = []
         self._differing: list[str] = []
         if not self._files:
             raise UnmergedError(f"none of the files of {family or 'the ranks'} can be read")
@@ -163,7 +163,7 @@ class _Family:
         for found in worlds.values():
             if len(found) > 1:
                 counts = " and ".join(f"{world:,}" for world in sorted(found))
-                raise self._whole.mixed(f"ranks with pieces of the same tensors are of runs with {counts} ranks")
+                raise MixedError(f"ranks with pieces of the same tensors are of runs with {counts} ranks")
 
     def merge(self, steps: tuple[Key, ...]) -> None:
         """Put the object of the first rank at a path of the whole, with whole tensors."""
@@ -178,7 +178,7 @@ class _Family:
             raise UnmergedError(f"{why}: only the model that saved them can load them")
         root, members = _Grafted(first.checkpoint.root), dict[int, dict[Key, object]]()
         bare = not first.checkpoint.pickles  # as in safetensors
-        position = len(self._whole.tensors)
+        position, gaps = len(self._whole.tensors), len(self._whole.gaps)
         for path, files in held.items():
             tensor = self._merged(path, [(rank, file.tensors[path]) for rank, file in files])._replace(cls="")
             if bare or node_at(first.checkpoint.root, path, members) is not None:
@@ -189,11 +189,11 @@ class _Family:
         self._compare_values()
         if not bare:
             self._whole.put_value(Value(steps, root.node, first.name, position), first.checkpoint.leaves)
-        self._tell()
+        self._note([name for name, _ in self._whole.gaps[gaps:]])
 
     def _name(self, path: tuple[Key, ...]) -> str:
         """The name in the whole of what the files have at a path."""
-        return "/".join(map(str, (*self._steps, *path)))
+        return joined((*self._steps, *path))
 
     def _merged(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> Tensor:
         """A tensor of which the ranks have pieces, or each has all of it."""
@@ -204,7 +204,7 @@ class _Family:
             if here == there:
                 here, there = (f"a {each.cls if each.cls in _KINDS else 'Tensor'}" for each in (first, tensor))
             if here != there:
-                raise self._whole.mixed(f"{name} is {here} on rank {rank}, {there} on rank {other}")
+                raise MixedError(f"{name} is {here} on rank {rank}, {there} on rank {other}")
         if any(tensor.kind == "subclass" and tensor.cls in _KINDS for _, tensor in held):
             raise UnmergedError(f"how {name} is divided among the ranks is not clear")
         if not any(tensor.is_sharded for _, tensor in held):
@@ -222,11 +222,7 @@ class _Family:
         parts = [replicas[0][1] for replicas in copies.values()]
         if len(parts) > _MOST_PIECES:
             raise UnmergedError(f"{name} is in {len(parts):,} pieces")
-        before = len(self._whole.lacks)
-        tensor = self._whole.assembled((*self._steps, *path), first.shape, parts)
-        if len(self._whole.lacks) > before:
-            self._lacking.append(name)
-        return tensor
+        return self._whole.assembled((*self._steps, *path), first.shape, parts)
 
     def _compare_copies(self, path: tuple[Key, ...], held: list[tuple[int, Tensor]]) -> None:
         """Compare what several ranks have, as far as the checksums of the files tell."""
@@ -253,20 +249,19 @@ class _Family:
     def _differ(self, path: tuple[Key, ...], texts: str, ranks: list[int]) -> None:
         name = self._name(path)
         if path and path[-1] in _PROGRESS:
-            raise self._whole.mixed(f"{name} differs between rank {ranks[0]} and rank {ranks[1]}{texts}")
+            raise MixedError(f"{name} differs between rank {ranks[0]} and rank {ranks[1]}{texts}")
         if name not in self._differing:
             self._differing.append(name)
 
-    def _tell(self) -> None:
-        """Note what is missing and what differs."""
+    def _note(self, incomplete: list[str]) -> None:
+        """Note what is missing and what differs; ``incomplete`` are the names of tensors."""
         merger, words = self._merger, self._family or "the ranks"
         in_pieces = any(tensor.is_sharded for _, file in self._files for tensor in file.tensors.values())
-        if self._missing and (self._lacking or not in_pieces):
+        if self._missing and (incomplete or not in_pieces):
             listed = join_names([str(rank) for rank in self._missing], 8)
             detail = f"{words}: {len(self._missing):,} of {self.world:,} ranks: {listed}"
-            if self._lacking:
-                many = plural(len(self._lacking), "tensor")
-                detail += f"; {many} not complete: {join_names(self._lacking, _SHOWN)}"
+            if incomplete:
+                detail += f"; {plural(len(incomplete), 'tensor')} not complete: {join_names(incomplete, _SHOWN)}"
             merger.note("rank-missing", detail)
         if self._differing:
             names = join_names(self._differing, _SHOWN)
@@ -304,8 +299,7 @@ class _Grafted:
             copy = Call(node.callee, (), node.kind, node.position)
             copy.items, copy.states = [*items], node.states
         elif type(node) is not Dict:
-            name = "/".join(map(str, path)) or "the root"
-            raise UnmergedError(f"the objects of the ranks have different structures at {name}")
+            raise UnmergedError(f"the objects of the ranks have different structures at {joined(path) or 'the root'}")
         if above:
             above[0][above[1][path[-1]]] = copy
         else:

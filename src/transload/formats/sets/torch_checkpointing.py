@@ -15,10 +15,11 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.findings import join_names
 from transload.formats.graph import last_pairs
+from transload.formats.nested import joined
 from transload.formats.pieces import MAX_WORLD, cut_out, size_of
 from transload.formats.sets import ranks
 from transload.formats.sets.merger import Merger
-from transload.formats.sets.pieces import RankFile, UnmergedError, list_of
+from transload.formats.sets.pieces import MixedError, RankFile, UnmergedError, list_of
 from transload.formats.sets.ranks import RankName
 from transload.frozen import NamedTuple
 from transload.geometry import MAX_BOXES, Box, Split, contiguous, hull, shards
@@ -136,19 +137,18 @@ class _Index:
 
     def _divided(self, tensor: Tensor, path: tuple[Key, ...], groups: object, rank: int) -> Tensor:
         """What a rank has of a tensor; ``UnmergedError`` if that is not what the metadata says."""
-        name = "/".join(map(str, path))
+        name = joined(path)
         if id(groups) not in self._groups:
             self._groups[id(groups)] = [self._group(each) for each in list_of(groups)]
         group = next((each for each in self._groups[id(groups)] if rank in each.ranks), None)
         boxes = group.boxes(rank) if group else None
-        if group is None or boxes is None:
-            raise UnmergedError(f"how {name} is divided among the ranks is not clear")
         divided = tensor.is_sharded or tensor.cls in ("DTensor", "ShardedTensor")  # it says so itself
+        if group is None or boxes is None or not (divided or tensor.kind == "strided"):
+            raise UnmergedError(f"how {name} is divided among the ranks is not clear")
         here = f"{tensor.dtype} {list(tensor.shape)}"
         told = f"{group.dtype} {list(group.shape if divided else hull(inner for _, inner in boxes))}"
         if here != told:
-            self._merger.note("ranks-differ", f"{name} is {here} on rank {rank}, where {_METADATA} says {told}")
-            raise UnmergedError("the files do not belong together")
+            raise MixedError(f"{name} is {here} on rank {rank}, where {_METADATA} says {told}")
         if divided or (len(boxes) == 1 and boxes[0][0].shape == group.shape):
             return tensor
         whole = tensor._replace(shape=group.shape, stride=contiguous(group.shape), kind="sharded", storage=None)
