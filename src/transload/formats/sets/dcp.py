@@ -467,10 +467,7 @@ class _Items:
         if cut:
             detail = f"it ends at byte {size:,}, before {len(cut):,} of its entries do: {join_names(cut, 3)}"
             merger.note("dcp-file-cut", detail, file)
-        present = sum([place.length for place in places])
-        if cut:
-            present = sum([max(0, min(place.length, size - place.offset)) for place in places])
-        if present > size:
+        if sum([max(0, min(place.length, size - place.offset)) for place in places]) > size:
             # Verifying a thousand entries for the same gigabyte would read a terabyte.
             merger.note("dcp-items-overlap", f"{len(places):,} entries together are longer than the file", file)
             return

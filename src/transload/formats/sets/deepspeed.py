@@ -46,6 +46,7 @@ _FILES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("layer", re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<mp>\d{1,6}))?-model_states\.pt")),
 )
 _OPTIMIZER = "optimizer_state_dict"
+_VECTORS = "single_partition_of_fp32_groups"
 _FROZEN = "frozen_param_fragments"
 _CLASSES = ("deepspeed.",)
 _EXPERT = re.compile(r"(?<=\.deepspeed_experts\.)\d{1,6}(?=\.)")
@@ -53,7 +54,7 @@ _SLICES = "tensor-parallel ranks have slices of each parameter, and no file says
 # What the files have about the partition of their own rank, which means nothing in the whole.
 _OF_A_RANK = frozenset({
     *("base_optimizer_state", "fp32_flat_groups", "group_paddings", "optimizer_state_dict", "param_alignment_paddings"),
-    *("param_groups", "param_slice_mappings", "partition_count", "single_partition_of_fp32_groups", "zero_stage"),
+    *("param_groups", "param_slice_mappings", "partition_count", _VECTORS, "zero_stage"),
 })  # fmt: skip
 _ONCE = frozenset({"module", "shared_params", _FROZEN})
 
@@ -401,8 +402,7 @@ class _Stage:
     def _add_flattened(self, elsewhere: dict[str, Tensor]) -> None:
         """Add the parameters of stages 1 and 2: each group is a vector, and each rank has a run of it."""
         counts, paddings = (self._settings.get(key) for key in ("partition_count", "param_alignment_paddings"))
-        flat = "single_partition_of_fp32_groups"
-        vectors = len(list_of(self._settings.get(flat)))
+        vectors = len(list_of(self._settings.get(_VECTORS)))
         if vectors != len(self.groups):
             raise UnmergedError(f"there are {plural(len(self.groups), 'group')} of parameters, and {vectors} vectors")
         for number, shapes in enumerate(self.groups):
@@ -449,8 +449,7 @@ class _Stage:
     def _add_vector(self, number: int, members: range, shapes: dict[str, tuple[int, ...]], skipped: list[int]) -> None:
         """Add the parameters of a group: some ranks have runs of the vector; padding follows each parameter."""
         files = {at: self._optimizers[rank] for at, rank in enumerate(members) if rank in self._optimizers}
-        flat = "single_partition_of_fp32_groups"
-        ranks = {at: self._group(file, (_OPTIMIZER, flat, number)) for at, file in files.items()}
+        ranks = {at: self._group(file, (_OPTIMIZER, _VECTORS, number)) for at, file in files.items()}
         begins, end = _begins({rank: group.weights.numel for rank, group in ranks.items()}, len(members))
         first = next(iter(ranks.values()))
         weights, states = Vector(), {key: Vector() for key in first.runs}
@@ -492,17 +491,10 @@ class _Stage:
             ends = ends or here
         at = 0
         for name, shape in (pair for shapes in self.groups for pair in shapes.items()):
-            size = -(-prod(shape) // world)
-
-            def cut(
-                vectors: dict[int, Vector], at: int = at, size: int = size, numel: int = prod(shape)
-            ) -> list[Tensor]:
-                cuts = (vector.cut(at, min(size, numel - rank * size), rank * size) for rank, vector in vectors.items())
-                return [part for parts in cuts for part in parts]
-
+            place = (at, -(-prod(shape) // world), prod(shape))
             group = next((group for end, group in ends if at < end), _NOTHING)
-            self._add(name, shape, cut(weights), {key: cut(states[key]) for key in states}, group)
-            at += size
+            self._add(name, shape, _runs(weights, *place), {key: _runs(states[key], *place) for key in states}, group)
+            at += place[1]
         if any(size != at for size in sizes.values()):
             words = join_names([f"rank {rank}: {size:,}" for rank, size in sizes.items()], 4)
             raise MixedError(f"each rank should have {at:,} elements of the parameters ({words})")
@@ -558,6 +550,12 @@ class _Stage:
 
 
 _NOTHING = _Group(Tensor((), "", "float32", (0,), (1,), "cpu", None), {}, {})
+
+
+def _runs(vectors: dict[int, Vector], at: int, size: int, numel: int) -> list[Tensor]:
+    """The runs of a parameter, each of ``size`` elements, that begin at ``at`` in the vector of each rank."""
+    cuts = (vector.cut(at, min(size, numel - rank * size), rank * size) for rank, vector in vectors.items())
+    return [part for parts in cuts for part in parts]
 
 
 def _begins(sizes: dict[int, int], world: int) -> tuple[dict[int, int], int | None]:
