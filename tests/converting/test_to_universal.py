@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.formats.test_deepspeed import CASES, Unpickled, assert_same, unpacked
 from tests.makers import saved
 
 from transload.converting import convert
-from transload.errors import ConvertError, UsageError
+from transload.errors import BrokenFileError, ConvertError, UsageError
 from transload.loading import load
 from transload.opening import inspect
 from transload.writing import output
@@ -126,11 +127,13 @@ def test_universal_checkpoint_is_written_again_from_itself(cases: Path, tmp_path
 
 def test_ranks_that_cannot_be_merged_are_refused(cases: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    source.mkdir()
-    for path in (cases / "stage1-bf16" / "global_step2").iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
-    (source / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(ConvertError, match="cannot be merged: the file with the model states is missing"):
+    shutil.copytree(cases / "stage1-bf16" / "global_step2", source)
+    states = source / "mp_rank_00_model_states.pt"
+    torch.save([1], states)
+    with pytest.raises(ConvertError, match="cannot be merged: "):
+        convert(source, tmp_path / "out", to="universal")
+    states.unlink()
+    with pytest.raises(BrokenFileError, match="missing: the model states"):
         convert(source, tmp_path / "out", to="universal")
     assert not (tmp_path / "out").exists()
 
