@@ -111,6 +111,8 @@ def prepare() -> None:
     pip("install", "--no-compile", "--target", str(packages), *what, "-r", str(REQUIREMENTS))
     (runtime,) = (packages / "numpy.libs").glob("msvcp140-*.dll")
     shutil.copy(runtime, PYTHON / "msvcp140.dll")
+    # Wine 8 ends a process that calls this function, too; without it, shutil copies files itself.
+    (packages / "sitecustomize.py").write_text("import _winapi\n\nvars(_winapi).pop('CopyFile2', None)\n", "utf-8")
     done.touch()
 
 

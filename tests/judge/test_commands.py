@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shlex
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -15,6 +16,7 @@ from tests.each import each
 import transload
 from transload.checkpoint import Checkpoint
 from transload.cli.main import main
+from transload.findings import quoted
 from transload.judge.problems import rules
 
 DATA = Path(__file__).parent.parent / "data"
@@ -42,8 +44,13 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def words(command: str) -> list[str]:
+    """The words of a command as a shell would split it; in cmd, a backslash is like any other character."""
+    return [word.strip('"') for word in shlex.split(command, posix=False)] if os.name == "nt" else shlex.split(command)
+
+
 def run(command: str) -> int:
-    return main(shlex.split(command.removeprefix("$ transload ")))
+    return main(words(command.removeprefix("$ transload ")))
 
 
 # -- rescue
@@ -93,7 +100,7 @@ def test_rescue_command_saves_remaining_tensors_of_a_sharded_checkpoint(name: st
     else:
         shards[1].write_bytes(shards[1].read_bytes()[:-cut])
     (command,) = commands(transload.inspect(Path("it is") / name))
-    assert shlex.split(command)[1:] == ["transload", "rescue", str(Path("it is") / name), "NEW.safetensors"]
+    assert words(command)[1:] == ["transload", "rescue", str(Path("it is") / name), "NEW.safetensors"]
     assert run(command) == 1  # only some of the tensors
     assert len(transload.inspect("NEW.safetensors").tensors) == (4 if cut is None else 5)
 
@@ -185,7 +192,7 @@ def test_prediction_for_an_extracted_archive_names_the_rescue_command(path: Path
     with ZipFile(path) as archive:
         archive.extractall(path.parent / "un packed")
     prediction = transload.inspect(path.parent / "un packed").prediction
-    command = f"transload rescue {shlex.quote(str(path.parent / 'un packed'))} NEW.pt"
+    command = f"transload rescue {quoted(str(path.parent / 'un packed'))} NEW.pt"
     assert command in prediction
     assert run(f"$ {command}") == 0
 

@@ -181,6 +181,8 @@ def torch_errors(
     folder: Path, checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
     """The error of torch for each file, empty if it loads; under ``name!`` after our lines have been run."""
+    if not forks.FORKS:
+        pytest.skip("needs os.fork")
     plain: dict[str, tuple[str, tuple[str, ...]]] = {
         file: (file, ()) for file in checkpoints if file != Case(*NOT_TRIED).file
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ MALFORMED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_manifest_is_refused(name: str, path: Path) -> None:
+    if os.name == "nt" and "surrogate" in name:
+        pytest.skip("Windows has such names")
     bad = path.with_name("bad.json")
     bad.write_bytes(MALFORMED[name])
     with pytest.raises(ManifestError, match="not a manifest"):

@@ -117,7 +117,7 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     """
     from contextlib import suppress
     from glob import glob
-    from os.path import isdir, isfile, join, lexists
+    from os.path import isdir, isfile, join, lexists, normpath
 
     paths: list[str] = []
     for name in names:
@@ -129,7 +129,7 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
 
                 with suppress(CannotReadError):  # reported when it is opened
                     checkpoint = inspect(path)
-                    roles = {join(path, part.name): part.role for part in checkpoint.parts}
+                    roles = {join(path, normpath(part.name)): part.role for part in checkpoint.parts}
                     saved_as |= {""} if checkpoint.traits.ranks else set()
             inside = [file for file, role in roles.items() if role == "candidate"]
             if parts and not inside:
