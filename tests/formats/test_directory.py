@@ -819,7 +819,8 @@ class TestUnrecognised:
 def test_relative_path_stays_inside_or_is_rejected(name: str) -> None:
     inner = relative_path(name)
     if inner:
-        root = Path("/some/dir")
+        assert not any(step.rstrip(". ") == "" for step in inner.split("/"))  # to Windows, ".. " is ".."
+        root = Path("/some/dir").resolve()
         assert root in (root / inner).resolve().parents
         assert relative_path(inner) == inner
 

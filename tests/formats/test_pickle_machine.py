@@ -550,7 +550,7 @@ print("done")
     process = subprocess.run(
         [sys.executable, "-c", script], input=stream, capture_output=True, check=False, timeout=300, env=ENV
     )
-    assert (process.returncode, process.stdout) == (0, b"done\n"), process.stderr
+    assert (process.returncode, process.stdout.strip()) == (0, b"done"), process.stderr
 
 
 LENGTHS = {

@@ -145,7 +145,8 @@ def relative_path(name: object) -> str:
     if type(name) is not str or not name or "\0" in name or "\\" in name or name[1:2] == ":" or name[0] == "/":
         return ""
     steps = [step for step in name.split("/") if step not in ("", ".")]
-    return "" if ".." in steps else "/".join(steps)
+    # Windows drops a space or a dot at the end: to it, ".. " is "..".
+    return "" if any(not step.strip(". ") for step in steps) else "/".join(steps)
 
 
 def folder_of(path: str | os.PathLike[str]) -> tuple[Folder, str]:
