@@ -229,7 +229,7 @@ def test_standard_input_is_read_from_a_pipe_and_from_a_file(data: Path) -> None:
     assert json.loads(piped) == {**json.loads(named), "path": "<stdin>"}
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/fd"), reason="no /dev/fd")
+@pytest.mark.skipif(os.name == "nt" or not os.path.exists("/dev/fd"), reason="no /dev/fd")
 def test_process_substitution_is_read_like_standard_input(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = data / "h200" / "state_dict_cuda1.pt"
     read, write = os.pipe()

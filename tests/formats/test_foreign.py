@@ -20,6 +20,7 @@ from tests.each import each
 from tests.makers import saved
 
 import transload
+from transload.findings import quoted
 from transload.formats.foreign import HEAD, SCAN, Excerpt, Foreign, identify, identify_zip, mangled
 from transload.formats.torch_legacy import MAGIC_PICKLE
 from transload.io.sources import BytesSource, Source
@@ -311,14 +312,14 @@ def test_format_of_a_zip_from_its_record_names(names: list[str], format_: str) -
 def test_checkpoint_inside_a_zip_is_named() -> None:
     foreign = identify_zip(["readme.txt", "my weights/ok.pt"], "my model.zip")
     assert foreign.title == "a zip archive with a checkpoint inside: my weights/ok.pt"
-    assert foreign.fix[-1] == "$ transload rescue 'my model.zip' NEW.pt"
+    assert foreign.fix[-1] == f"$ transload rescue {quoted('my model.zip')} NEW.pt"
 
 
 @pytest.mark.parametrize(
     ("names", "end"),
     [
         (["a.pt", "b.pt"], "rescue model.zip NEW.pt --member a.pt"),
-        (["my weights/a.safetensors", "b.pt"], "NEW.safetensors --member 'my weights/a.safetensors'"),
+        (["my weights/a.safetensors", "b.pt"], f"NEW.safetensors --member {quoted('my weights/a.safetensors')}"),
         (["a.safetensors"], "rescue model.zip NEW.safetensors"),
         (["a.gguf"], "unzip model.zip a.gguf"),
     ],

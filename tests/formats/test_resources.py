@@ -219,6 +219,7 @@ ATTACKS: dict[str, Callable[[], bytes]] = {
 
 
 def inspect_limited(path: Path, memory: int = MEMORY) -> dict[str, Any]:
+    pytest.importorskip("resource")
     process = forks.run("-c", READER, path, str(memory), env={"PYTHONPATH": str(SOURCE)}, imports=READER_IMPORTS)
     assert process.returncode == 0, process.stderr[-2000:]
     result: dict[str, Any] = json.loads(process.stdout)

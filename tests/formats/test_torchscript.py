@@ -271,7 +271,7 @@ def test_every_spelling_of_a_dangerous_call_is_found(
 
     target = tmp_path / "written"
     blob = script(Calls())
-    hidden = with_code(blob, lambda code: code.replace('torch.save(x, "FILE")', call.format(f'"{target}"')))
+    hidden = with_code(blob, lambda code: code.replace('torch.save(x, "FILE")', call.format(f'"{target.as_posix()}"')))
     torch.jit.load(io.BytesIO(hidden))(torch.ones(1))
     assert target.exists(), "torch must accept this spelling, or the test proves nothing"
     assert "script-dangerous-op" in codes(read(hidden))

@@ -91,7 +91,7 @@ def test_piece_size_and_threads_do_not_change_the_archive(
 
 
 def test_descriptor_file_gets_the_same_bytes(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0))
     write_records(DescriptorFile(descriptor), step=7000, threads=2)
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == in_memory()
@@ -100,7 +100,7 @@ def test_descriptor_file_gets_the_same_bytes(tmp_path: Path) -> None:
 def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.writev
     monkeypatch.setattr(os, "writev", lambda file, buffers: real(file, [bytes(buffers[0])[:1013]]))
-    descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0))
     write_records(DescriptorFile(descriptor), step=50_000)
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == in_memory()

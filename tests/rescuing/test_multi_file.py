@@ -292,7 +292,7 @@ def test_file_of_one_rank_alone_is_refused(tmp_path: Path) -> None:
     file = write_distributed(tmp_path / "set")
     with pytest.raises(RescueError, match="one of the files") as refused:
         rescue(file, tmp_path / "new.pt")
-    assert refused.value.fix.splitlines()[1] == f"$ transload rescue {tmp_path}/set NEW.pt"
+    assert refused.value.fix.splitlines()[1] == f"$ transload rescue {tmp_path / 'set'} NEW.pt"
 
 
 # -- DeepSpeed ranks, and bad input

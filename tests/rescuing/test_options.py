@@ -10,6 +10,7 @@ import pytest
 from tests.rescuing.makers import ROOT
 
 from transload import NoDirectoryError, UsageError, rescue
+from transload.findings import quoted
 
 STATE = (ROOT / "h200" / "state_dict_cuda0.pt").read_bytes()
 
@@ -25,7 +26,7 @@ def test_report_replaces_other_files_only_with_overwrite_and_never_the_source(tm
     assert rescue(tmp_path / "model.pt", tmp_path / "new.pt", overwrite=True).exit_code == 0
     (tmp_path / "new.pt").unlink()
     assert rescue(tmp_path / "model.pt", tmp_path / "new.pt").exit_code == 0
-    source = (tmp_path / "model.pt").rename(report)
+    source = (tmp_path / "model.pt").replace(report)
     before = source.read_bytes()
     with pytest.raises(UsageError, match="never writes to its source"):
         rescue(source, tmp_path / "new.pt", overwrite=True)
@@ -62,7 +63,7 @@ def test_directory_at_the_path_of_the_report_is_refused(tmp_path: Path) -> None:
 def test_missing_directory_is_not_created(tmp_path: Path) -> None:
     with pytest.raises(NoDirectoryError, match="its directory does not exist") as caught:
         rescue(STATE, tmp_path / "a b" / "new.pt")
-    assert f"$ mkdir -p '{tmp_path}/a b'" in caught.value.fix
+    assert f"$ mkdir {'-p ' * (os.name != 'nt')}{quoted(str(tmp_path / 'a b'))}" in caught.value.fix
     assert list(tmp_path.iterdir()) == []
 
 

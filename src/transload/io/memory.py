@@ -84,7 +84,7 @@ def huge_pages_pay(nbytes: int, root: str = "") -> bool:
 
 def advise_huge_pages(address: int, nbytes: int) -> None:
     """Ask for huge pages, wherever one is entirely inside some fresh memory."""
-    if nbytes >= _LITTLE:
+    if nbytes >= _LITTLE and sys.platform == "linux":
         begin = (address + _HUGE - 1) // _HUGE * _HUGE
         end = (address + nbytes) // _HUGE * _HUGE
         libc().madvise(begin, end - begin, _MADV_HUGEPAGE)
