@@ -323,6 +323,7 @@ def test_without_the_model_states_the_weights_are_lost(cases: Path, tmp_path: Pa
         assert checkpoint.integrity == "damaged"
         assert [finding.code for finding in checkpoint.findings][:1] == ["rank-missing"]
         assert not [finding for finding in checkpoint.findings if "Load it with" in " ".join(finding.fix)]
+        assert [finding.code for finding in check(folder).findings] == ["rank-missing", "ranks-unmerged"]
         with pytest.raises(BrokenFileError, match="model states"):
             convert(folder, tmp_path / "new.pt")
         assert rescue(folder, tmp_path / f"{number}.pt").exit_code == 1

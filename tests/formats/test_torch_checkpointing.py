@@ -16,7 +16,7 @@ from tests.rank_files import named, whole, write_ranks
 
 import transload
 from transload import inspect
-from transload.errors import BrokenFileError
+from transload.errors import BrokenFileError, RetagError
 from transload.formats.sets import torch_checkpointing
 
 torch = pytest.importorskip("torch")
@@ -100,6 +100,11 @@ def test_the_first_version_of_the_index_lists_paths(cases: Path, tmp_path: Path)
 def test_another_version_is_left_to_the_package(cases: Path, tmp_path: Path) -> None:
     folder = changed(cases / "4/pt", tmp_path, lambda index: index.update(version="3.0"))
     assert detail(folder, "ranks-unmerged") == "metadata.pkl has version 3.0; 1.0 and 2.0 are known"
+
+
+def test_safetensors_have_no_device_to_change(cases: Path) -> None:
+    with pytest.raises(RetagError, match="carry no device"):
+        transload.retag(cases / "2/safetensors", "cpu")
 
 
 def test_a_missing_rank_is_named_with_its_rows(cases: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from transload.formats.arrays import are_plain
 from transload.frozen import Frozen, Plain, Reported, replace
 from transload.judge import judge
 from transload.judge.names import PLAIN_VALUES
-from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules
+from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules, sentence_of
 from transload.judge.safety import judge_pickles, loaded_pickles, safe_globals_lines
 from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_blocks
@@ -458,7 +458,8 @@ def _findings(result: Check) -> Iterator[Finding]:
         refuse_program(checkpoint, trusted=False)
     except LoadError as error:
         code = "is-a-program" if checkpoint.traits.program else "not-loaded"
-        yield Finding(code, "error", error.what, (), tuple(error.fix.split("\n")))
+        if not any(error.what == sentence_of(one) for one in checkpoint.findings if one.severity == "error"):
+            yield Finding(code, "error", error.what, (), tuple(error.fix.split("\n")))
     if (first is None or torch.shadow) and isinstance(torch.installs, tuple) and cause is not None:
         title = "torch cannot be imported here" if torch.shadow else "torch is not installed here"
         yield Finding("no-torch", "error", title, (f"{cause.title} [{cause.code}]",), cause.fix)

@@ -240,7 +240,8 @@ def refuse_file(checkpoint: Checkpoint, to: str = "cpu") -> None:
         if not fix:
             folder = folder_of(path)[0].name or "."
             fix = f"Retag all its files by naming their directory: transload retag {quoted(folder)} --to {quoted(to)}"
-            if {os.path.splitext(part.name)[1] for part in checkpoint.parts} - {"", ".json"} == {".safetensors"}:
+            saved = [part.name for part in checkpoint.parts if part.role != "index"]
+            if {os.path.splitext(name)[1] for name in saved} - {"", ".json"} == {".safetensors"}:
                 fix = "Its files are safetensors, which carry no device: they load anywhere."
         raise RetagError(why, where=path, fix=fix.replace("{rescue}", rescue_command(path).removeprefix("$ ")))
     if form.container == "zip" and any(record.method for record in checkpoint.records):
