@@ -253,8 +253,9 @@ def test_what_differs_between_ranks_is_said(tmp_path: Path) -> None:
         (tmp_path / f"rank_{rank}.pt").write_bytes(data)
     assert "2 values: own, rng" in evidence(inspect(tmp_path), "rank-values")
     assert transload.load(tmp_path)["rng"] == 0
-    (note,) = transload.convert(tmp_path, tmp_path / "merged.pt", optimizer=True).notes
-    assert note.endswith("those of the first are kept: the ranks: 2 values: own, rng")
+    for name, everything in (("all.pt", True), ("weights.pt", False)):
+        notes = transload.convert(tmp_path, tmp_path / name, optimizer=everything).notes
+        assert notes[-1] == "where ranks differ, the value of the first counts: the ranks: 2 values: own, rng"
 
 
 def test_a_rank_of_a_pipeline_adds_what_only_it_has(tmp_path: Path) -> None:

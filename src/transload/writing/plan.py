@@ -536,9 +536,9 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         yield "the program itself is not converted, only its weights"
     if plan.weights_only and plan.others:
         yield "only the weights are written; --optimizer adds the states of the optimizer, and everything else"
-    for problem in () if plan.weights_only or plan.options.key else plan.checkpoint.problems:
+    for problem in () if plan.options.key else plan.checkpoint.problems:
         if problem.code == "rank-values":
-            yield f"of values that differ between ranks, those of the first are kept: {problem.detail}"
+            yield f"where ranks differ, the value of the first counts: {problem.detail}"
     if any(problem.code == "ranks-unmerged" for problem in plan.checkpoint.problems):
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     if any(problem.code == "dcp-shape-inferred" for problem in plan.checkpoint.problems):
