@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from dataclasses import field
 from functools import cache
+from math import inf
 from typing import Literal
 
 from transload.checkpoint import Checkpoint
@@ -187,8 +188,9 @@ class _Predictor:
             return self.unknown()
         plain = self.checkpoint.traits.container == "bare"
         intact = not main.broken if plain else self.intact
-        # Releases differ in the names they allow.
-        names = {torch_spelling(*key) for key in main.globals}
+        where, first = min(self.events(main), key=lambda event: event[0], default=(inf, None))
+        # Releases differ in the names they allow. What follows the first error is not read.
+        names = {torch_spelling(*key) for key, node in main.globals.items() if node.position <= where}
         certain = {*NESTED, _DIM_RANGE} if self.release >= NESTED_REFUSED else set()
         varies = self.release[:2] != _LISTED and not _VARYING.isdisjoint(names - certain)
         warnings: tuple[str, ...] = ()
@@ -196,7 +198,6 @@ class _Predictor:
             warnings = (self.words("protocol-warning", protocol=main.protocol),)
         elif not self.weights_only and (2, 4) <= self.release < (2, 6):
             warnings = (self.words("default-warning"),)
-        _, first = min(self.events(main), key=lambda event: event[0], default=(0, None))
         if first and first.error:
             return replace(first, exact=first.exact and intact and not varies, warnings=warnings)
         if plain and not first:

@@ -391,6 +391,7 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
         "get_per_process_memory_fraction": lambda *_: 1.0,
         **_RANDOM,
         "is_current_stream_capturing": lambda: False,
+        "list_gpu_processes": lambda *_, **__: "GPU:0\nno processes are running",
         "mem_get_info": _memory,
         "memory_snapshot": lambda *_, **__: [],
         "memory_stats": lambda *_, **__: defaultdict(int),
