@@ -488,7 +488,7 @@ def test_two_runs_in_one_folder_are_a_problem_of_the_tensor(tmp_path: Path) -> N
     split_by_rank(folder)
     other = write_pieces(tmp_path / "other", {"w": (torch.ones(4, 3), [((0, 0), (2, 3)), ((2, 0), (2, 3))])})
     split_by_rank(other)
-    (other / "__1.metadata").rename(folder / "__1.metadata")
+    (other / "__1.metadata").replace(folder / "__1.metadata")
     found = {finding.code: finding.evidence[0] for finding in inspect(folder).findings}
     expected = "w: float32 [4, 3] in __1.metadata, float32 [4, 2] in that of another rank"
     assert found["dcp-piece-mismatch"] == expected

@@ -534,7 +534,10 @@ class TestFormats:
         save_pieces(tmp_path, "w", tensor, {(0, 0): tensor[:3], (3, 0): tensor[3:]})
         (tmp_path / "__1_0.distcp").unlink()
         handle = open_(tmp_path)
-        with pytest.raises(BrokenFileError, match=r"no file has \[3:5\] of \[5, 6\]\n.*\n.*\n\$ transload verify "):
+        with (
+            handle,
+            pytest.raises(BrokenFileError, match=r"no file has \[3:5\] of \[5, 6\]\n.*\n.*\n\$ transload verify "),
+        ):
             handle["w"]
         (tmp_path / "__0_0.distcp").unlink()
         with pytest.raises(BrokenFileError, match="no file has any of it"):

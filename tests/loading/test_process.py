@@ -239,6 +239,8 @@ def test_shared_mapping_does_not_extend_a_truncated_file(tmp_path: Path, before_
     """Python extends a file that is mapped writable to the requested length."""
     if not hasattr(torch.serialization, "set_default_mmap_options"):
         pytest.skip("this torch has no set_default_mmap_options")
+    if os.name == "nt":
+        pytest.skip("needs mmap.MAP_SHARED")
     from mmap import MAP_SHARED
 
     path = tmp_path / "model.pt"

@@ -27,6 +27,7 @@ from transload.errors import (
     TransloadError,
     UnsafeError,
 )
+from transload.findings import quoted
 from transload.loading import load
 
 DATA = Path(__file__).parents[1] / "data"
@@ -160,7 +161,7 @@ def test_error_of_a_truncated_file_suggests_the_rescue_command(tmp_path: Path) -
         load(path)
     advice = raised.value.fix.split("\n")
     assert advice[0].startswith("Download or copy the file again")
-    assert advice[-1] == f"$ transload rescue '{path}' NEW.pt"
+    assert advice[-1] == f"$ transload rescue {quoted(str(path))} NEW.pt"
     assert len(advice) == 3
 
 

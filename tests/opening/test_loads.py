@@ -331,7 +331,8 @@ for name in ("preadv", "O_DIRECT", "RWF_NOWAIT", "sched_getaffinity", "register_
     if hasattr(os, name):
         delattr(os, name)
 for name in ("PROT_READ", "MAP_SHARED", "MAP_PRIVATE", "MAP_ANONYMOUS"):
-    delattr(mmap, name)
+    if hasattr(mmap, name):
+        delattr(mmap, name)
 sys.platform = "darwin"
 import transload
 from transload.io.cuda_driver import cuda_driver
