@@ -201,7 +201,7 @@ def test_unwritable_manifest_is_reported_before_the_file_is_read(
     output = capsys.readouterr()
     assert not output.out
     assert "--force" in output.err
-    assert "mkdir -p" in output.err
+    assert "$ mkdir " in output.err
     assert existing.read_text(encoding="ascii") == "mine"
 
 

@@ -347,6 +347,7 @@ print("loaded")
 real_run_lanes = engine.run_lanes  # before a test replaces it
 
 
+@pytest.mark.skipif(os.name == "nt", reason="forges macOS")
 def test_load_works_without_linux_features(saved: Path) -> None:
     process = forks.run("-c", WITHOUT_LINUX_FEATURES, saved)
     assert process.stdout == "loaded\n", process.stderr

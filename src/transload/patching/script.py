@@ -124,10 +124,12 @@ def _script(words: list[str]) -> _Found:
 
     sys.argv = list(words)
     if words[0] == "-":  # a program from stdin: like Python, read all of it before running it
-        _set_sys_path("")
+        _set_sys_path("" if os.name != "nt" else os.getcwd())
         source = sys.stdin.buffer.read() if sys.stdin is not None else b""
         return "<stdin>", BuiltinImporter, None, compile(source, "<stdin>", "exec", dont_inherit=True)
-    path = os.path.join(os.getcwd(), words[0])  # not normalised, like Python
+    path = os.path.join(os.getcwd(), words[0])  # like Python, which normalises it on Windows only
+    if os.name == "nt":
+        path = os.path.abspath(path)
     packed = not os.path.isfile(path)  # a folder, or a zip archive, with a __main__.py
     if not packed:
         with open(path, "rb") as start:
@@ -143,7 +145,7 @@ def _script(words: list[str]) -> _Found:
         finder: Any = get_importer(path)
         spec = finder.find_spec("__main__") if finder is not None else None
         if spec is None:
-            sys.exit(f"transload run: can't find '__main__' module in '{path}'")
+            sys.exit(f"transload run: can't find '__main__' module in {path!r}")
         return spec.origin, spec.loader, spec, spec.loader.get_code("__main__")
     _set_sys_path(os.path.dirname(os.path.realpath(path)))
     if path.endswith(".pyc"):
