@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from transload.io import memory
-from transload.io.memory import PAGE, Pages, advise_huge_pages, copy, huge_pages_pay, memory_at
+from transload.io.memory import PAGE, Pages, advise_huge_pages, copy, huge_pages_pay, memory_at, populate
 
 
 def test_memory_at_reads_and_writes() -> None:
@@ -104,6 +105,25 @@ def test_only_complete_huge_pages_of_a_range_are_advised(monkeypatch: pytest.Mon
             return 0
 
     monkeypatch.setattr(memory, "libc", Libc)
-    advise_huge_pages((2 << 20) - 5, 6 << 20)
-    advise_huge_pages(123, (4 << 20) - 1)
-    assert advised == [(2 << 20, 4 << 20, 14)]
+    mib = 1 << 20
+    advise_huge_pages([(2 * mib - 5, 6 * mib), (123, mib - 1)])
+    assert advised == [(2 * mib, 4 * mib, 14)]
+    advised.clear()
+    advise_huge_pages([(12 * mib, mib), (mib, 3 * mib), (4 * mib + 4096, 3 * mib)])
+    assert advised == [(2 * mib, 4 * mib, 14)], "neighbours count as one; a block without a complete page is left out"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux populates memory on request")
+def test_populated_pages_are_there_and_keep_their_content() -> None:
+    pages = Pages(4 << 20, huge=False)
+    view, page = memory_at(pages.address, pages.nbytes), mmap.PAGESIZE
+    view[page : page + 3] = b"abc"
+    populate(pages.address + 1, pages.nbytes - 2)  # the pages at both ends also hold something else
+    present = (ctypes.c_ubyte * (pages.nbytes // page))()
+    libc = memory.libc()
+    libc.mincore(ctypes.c_void_p(pages.address), ctypes.c_size_t(pages.nbytes), present)
+    old = libc.madvise(pages.address, page, 23) != 0  # a kernel before 5.14
+    assert [*present[:3]] == [0, 1, not old]
+    assert [*present[-2:]] == [not old, 0]
+    assert bytes(view[page : page + 3]) == b"abc"
+    assert not any(view[page + 3 :: 511])

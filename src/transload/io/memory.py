@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -12,9 +13,10 @@ from transload.errors import DoesNotFitError
 
 PAGE = 4096  # ``O_DIRECT`` needs positions, lengths and addresses that are multiples of this
 _HUGE = 2 << 20
-_LITTLE = 4 << 20  # a smaller block is not worth the call, and may be part of the heap
+_LITTLE = 1 << 20  # a smaller block may be part of the heap, whose other pages are not ours
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; an older kernel refuses it
 # Python's default is a shared mapping, which hardly ever gets huge pages.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _WRITABLE = 0x200  # PyBUF_WRITE
@@ -82,12 +84,33 @@ def huge_pages_pay(nbytes: int, root: str = "") -> bool:
         return False
 
 
-def advise_huge_pages(address: int, nbytes: int) -> None:
-    """Ask for huge pages, wherever one is entirely inside some fresh memory."""
+def advise_huge_pages(blocks: Iterable[tuple[int, int]]) -> None:
+    """Ask for huge pages in fresh memory: blocks of an address and a length each, of which neighbours count as one.
+
+    A huge page may then contain the end of one block and the begin of the next, with the allocator's bytes in between.
+    """
+    if sys.platform != "linux":
+        return
+    spans: list[list[int]] = []
+    for address, nbytes in sorted(block for block in blocks if block[1] >= _LITTLE):
+        if spans and address - spans[-1][1] <= 2 * PAGE:
+            spans[-1][1] = address + nbytes
+        else:
+            spans.append([address, address + nbytes])
+    for begin, end in spans:
+        first, last = (begin + _HUGE - 1) // _HUGE * _HUGE, end // _HUGE * _HUGE
+        if first < last:
+            libc().madvise(first, last - first, _MADV_HUGEPAGE)
+
+
+def populate(address: int, nbytes: int) -> None:
+    """Have the system provide the pages of fresh memory in one call, instead of one by one when they are written.
+
+    It is a hint: pages that are there stay as they are, and where it fails they come one by one.
+    """
     if nbytes >= _LITTLE and sys.platform == "linux":
-        begin = (address + _HUGE - 1) // _HUGE * _HUGE
-        end = (address + nbytes) // _HUGE * _HUGE
-        libc().madvise(begin, end - begin, _MADV_HUGEPAGE)
+        begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        libc().madvise(begin, end - begin, _MADV_POPULATE_WRITE)
 
 
 @cache

@@ -60,6 +60,8 @@ KEPT = 16
 """The most lanes kept between loads: 128 MiB."""
 _GROUP = 8
 """Jobs whose pages are pinned together: 32 MiB."""
+_AHEAD = 64
+"""Jobs whose host memory is allocated together, 256 MiB, so that huge pages may span neighbouring tensors."""
 _IN_FLIGHT = 2
 """Pinned groups at a time: the device copies from one while the next is pinned."""
 
@@ -317,17 +319,27 @@ class Transfer:
 
     def jobs(self) -> Iterator[Job]:
         """The jobs, each after its memory is allocated."""
+        waiting = jobs(self.requests, gap=self.gap)
+        while together := list(islice(waiting, _AHEAD if self.huge else 1)):
+            self._allocate(together)
+            yield from together
+
+    def _allocate(self, jobs: Sequence[Job]) -> None:
+        """Get the memory that jobs are the first to need."""
         addresses, requests = self.addresses, self.requests
-        for job in jobs(requests, gap=self.gap):
-            before = len(addresses)
+        fresh: list[int] = []
+        devices = {job.device for job in jobs if job.device != "cpu" and job.device not in self.fences}
+        for job in jobs:
             for _, index, _, _ in job.runs:
                 if index not in addresses:
                     addresses[index] = self.address_of(index)
-                    if self.huge and job.device == "cpu":
-                        advise_huge_pages(addresses[index], requests[index].nbytes)
-            if job.device != "cpu" and (len(addresses) > before or job.device not in self.fences):
-                self._fence(job.device)
-            yield job
+                    if job.device != "cpu":
+                        devices.add(job.device)
+                    elif self.huge:
+                        fresh.append(index)
+        advise_huge_pages((addresses[index], requests[index].nbytes) for index in fresh)
+        for device in devices:
+            self._fence(device)
 
     def _fence(self, device: str) -> None:
         """Record an event that copies wait for: kernels of the memory's last owner may still be using it."""

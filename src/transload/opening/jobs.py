@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from transload.frozen import NamedTuple
-from transload.io.memory import PAGE, Pages, copy, memory_at
+from transload.io.memory import PAGE, Pages, copy, memory_at, populate
 from transload.io.sources import Source
 
 CELL = 4 << 20
@@ -256,6 +256,7 @@ class HostLane:
         if not file.direct and (len(job.runs) == 1 or job.wanted >= len(job.runs) * _SMALL):
             for run in job.runs:
                 address = addresses[run.request] + run.begin
+                populate(address, run.nbytes)
                 file.read(run, address)
                 if checksums is not None:
                     checksums.add(run, address)
