@@ -516,3 +516,39 @@ def test_host_memory_of_a_load_is_limited_by_the_ring(tmp_path: Path) -> None:
     grown, count = map(int, process.stdout.split() or pytest.fail(process.stderr))
     assert count == 256 * MIB
     assert grown < engine.MOST_RING * SLOT_PAIR + 64 * MIB
+
+
+GROUPS = """
+import sys
+import torch
+import transload
+
+path, mib = sys.argv[1], 1 << 20
+loaded = transload.load(path, map_location="cuda")
+first = torch.cuda.memory_reserved(), torch.cuda.memory_stats()["segment.all.current"]
+assert torch.cuda.memory_allocated() == 40 * 12 * mib
+assert first[0] <= 40 * 12 * mib + 2 * mib and first[1] <= 2, first
+for name in [*loaded][::2]:
+    del loaded[name]
+assert torch.cuda.memory_allocated() == 20 * 12 * mib
+again = transload.load(path, map_location="cuda")
+assert torch.cuda.memory_reserved() <= 2 * first[0], "unused memory is used before more is taken"
+loaded.clear()
+again.clear()
+torch.cuda.empty_cache()
+assert torch.cuda.memory_reserved() == 0
+torch.load(path, map_location="cuda", weights_only=True)
+kept = torch.cuda.memory_reserved()
+transload.load(path, map_location="cuda")
+assert torch.cuda.memory_reserved() == kept
+"""
+
+
+def test_device_memory_is_taken_in_few_pieces_of_the_right_size(tmp_path: Path) -> None:
+    """480 MiB in 40 tensors take two pieces; each tensor is freed on its own, and no more is taken than is used."""
+    path = tmp_path / "much.pt"
+    torch.save({str(index): torch.zeros(3 * MIB) for index in range(40)}, path)
+    process = subprocess.run(
+        [sys.executable, "-c", GROUPS, str(path)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert not process.returncode, process.stderr

@@ -19,7 +19,8 @@ from tests.loading.zoo import saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.io.pool import ProgressLine, progress_counter
-from transload.loading import load
+from transload.io.sources import BytesSource
+from transload.loading import load, storages
 
 FLOATS = {"w0": torch.arange(4.0), "w1": torch.arange(4.0, 8.0)}
 
@@ -279,3 +280,25 @@ def test_short_or_missing_storage_is_a_broken_file_error() -> None:
     missing = [entry for entry in entries() if not entry.name.endswith(b"data/1")]
     with pytest.raises(BrokenFileError, match="w1"):
         load(archive(missing))
+
+
+# -- memory of CUDA devices, which torch takes from the driver for many storages together
+
+
+def test_groups_are_as_large_as_their_storages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They follow the file, a device has its own, and what torch has enough of, unused, needs none."""
+    unused = {"cuda:0": 0, "cuda:1": 0, "cuda:2": 300 << 20}
+    monkeypatch.setattr(storages, "_unused", unused.__getitem__)
+    mib, a, b = 1 << 20, BytesSource(b""), BytesSource(b"")
+    ranges = [
+        (a, 900 * mib, 100 * mib, "cuda:0"),  # after the other storages of its file
+        (a, 0, 100 * mib + 1, "cuda:0"),
+        (a, 200 * mib, 500 * mib, "cpu"),
+        (a, 100 * mib, 100 * mib, "cuda:0"),
+        (b, 0, 100 * mib, "cuda:0"),
+        (b, 500 * mib, mib, "cuda:0"),  # a small one
+        (a, 300 * mib, 300 * mib, "cuda:1"),
+        (a, 600 * mib, 300 * mib, "cuda:2"),
+    ]
+    assert storages._groups(ranges) == {1: 200 * mib + 512, 0: 200 * mib, 6: 300 * mib}
+    assert storages._groups([(a, 0, 5 * mib, "cpu")]) == {}

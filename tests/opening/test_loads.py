@@ -301,6 +301,7 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
 ) -> None:
     """Storages are allocated in host memory and treated as device memory."""
     from transload.loading import placement as arrival
+    from transload.loading import storages
     from transload.loading.storages import _StorageReader
 
     real_empty = _StorageReader._empty
@@ -312,6 +313,7 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
         return empty
 
     monkeypatch.setattr(_StorageReader, "_empty", on_device)
+    monkeypatch.setattr(storages, "_unused", lambda _: 1 << 60)
     monkeypatch.setattr(arrival.DeviceMap, "planned_device", lambda *_: "cuda:0")
     current_driver: Any = driver.cuda_driver()
     assert current_driver is cuda

@@ -8,6 +8,7 @@ that only torch, or the caller's ``map_location`` function, can copy to.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -22,7 +23,7 @@ from transload.io.memory import memory_at
 from transload.io.sources import FileSource, Source
 from transload.loading.build import is_fake_mode
 from transload.loading.placement import DeviceMap
-from transload.opening import CheckpointFile, fill
+from transload.opening import CheckpointFile, Range, fill
 from transload.opening.jobs import Checksums, ReportProgress, Settings, ShortReadError, can_read_to, file_ends
 
 if TYPE_CHECKING:
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 
     from transload.opening.elements import ElementReader
 
+_GROUP = 256 << 20
+"""Bytes of storages whose CUDA memory is taken from the driver together. For 8 GB in 300 storages on an H200 that takes
+5 ms instead of 24, in which threads that pin memory would wait for the driver. More together would keep more memory
+with torch until the last of the storages is gone."""
+_POOLED = 1 << 20  # torch's allocator takes memory for this size and less in blocks of its own
+_ROUND = 512  # to multiples of which it rounds
 _ALIGNED = 8  # the alignment that any element, or either half of a complex one, needs in a mapped storage
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
@@ -124,8 +131,13 @@ class _StorageReader:
                 sources[storage.file] = packed or self._file.open(storage.file)
         ranges = [(sources[each.file], each.offset or 0, each.nbytes, devices[each.device]) for each in storages]
         targets: dict[int, torch.UntypedStorage] = {}
+        groups = _groups(ranges)
 
         def address_of(index: int) -> int:
+            if index in groups:
+                # Freed at once: torch keeps the memory, and cuts the storages out of it.
+                with suppress(RuntimeError):  # there may be no room for all of them in one piece
+                    self._new(groups[index], device=ranges[index][3])
             target = targets[index] = self._empty(storages[index], ranges[index][3])
             return target.data_ptr()  # type: ignore[no-any-return]
 
@@ -197,6 +209,39 @@ class _StorageReader:
     def _lost(self, storage: Storage, detail: str, how: str = "are incomplete") -> BrokenFileError:
         what = f"the bytes of {_named(self._file, storage)} {how}: {detail}"
         return BrokenFileError(what, where=self._file.checkpoint.path, fix=_AGAIN)
+
+
+def _groups(ranges: Sequence[Range]) -> dict[int, int]:
+    """The first of each group of large storages for a CUDA device, as an index, and the bytes of the group.
+
+    The groups follow the order in which memory is asked for, that of the file. There are none for a device whose memory
+    torch has enough of, unused.
+    """
+    needed: Counter[str] = Counter()
+    for _, _, nbytes, device in ranges:
+        if device != "cpu":
+            needed[device] += nbytes
+    short = {device for device, nbytes in needed.items() if nbytes > _unused(device)}
+    if not short:
+        return {}
+    groups: dict[int, int] = {}
+    newest: dict[str, int] = {}
+    sources = {source: number for number, source in enumerate(dict.fromkeys(each[0] for each in ranges))}
+    for index in sorted(range(len(ranges)), key=lambda index: (sources[ranges[index][0]], ranges[index][1])):
+        _, _, nbytes, device = ranges[index]
+        if nbytes > _POOLED and device in short:
+            first = newest.get(device, -1)
+            if first < 0 or groups[first] + nbytes > _GROUP:
+                first = newest[device] = index
+            groups[first] = groups.get(first, 0) + -(-nbytes // _ROUND) * _ROUND
+    return groups
+
+
+def _unused(device: str) -> int:
+    """Bytes of a CUDA device that torch has taken from the driver, and nothing uses."""
+    from torch.cuda import memory_allocated, memory_reserved
+
+    return int(memory_reserved(device) - memory_allocated(device))
 
 
 def _named(file: CheckpointFile, storage: Storage) -> str:

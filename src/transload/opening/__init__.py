@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transload.opening.elements import ElementReader
     from transload.opening.jobs import AddressOf, Checksums, ReportProgress, Settings
 
-__all__ = ["CheckpointFile", "OpenCheckpoint", "fill", "inspect"]
+__all__ = ["CheckpointFile", "OpenCheckpoint", "Range", "fill", "inspect"]
 
 _ABSENT = object()  # no node: a node may be None
 
