@@ -26,6 +26,9 @@ FEW_BYTES = 16 << 20
 _SMALL = 32 << 10
 """Runs shorter than this on average are read together and copied out: a system call for each would take longer."""
 
+_DIRECT = 1 << 20
+"""Bytes of one read past the page cache. Eight threads read a disk at 3.6 to 4.2 GB/s; with 4 MiB at 2.8 to 3.2."""
+
 SLOT_PAIR = 2 * CELL
 _new = tuple.__new__  # a third of the time that calling the class takes, once per tensor
 
@@ -191,7 +194,8 @@ class File:
             position, end = begin // PAGE * PAGE, (job.end + PAGE - 1) // PAGE * PAGE
             with suppress(OSError, OverflowError):  # the file system refuses after all
                 while position < job.end:
-                    count = os.preadv(self._direct_descriptor, [memory_at(start + position, end - position)], position)
+                    part = memory_at(start + position, min(_DIRECT, end - position))
+                    count = os.preadv(self._direct_descriptor, [part], position)
                     position += count
                     if not count or position % PAGE:  # the file ends
                         break
