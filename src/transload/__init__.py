@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.loading.placement import Plan as Plan
     from transload.machine import Machine as Machine
     from transload.opening import inspect as inspect
+    from transload.opening.prefetch import Prefetch as Prefetch
+    from transload.opening.prefetch import prefetch as prefetch
     from transload.patching import load_ipython_extension as load_ipython_extension
     from transload.patching import patch as patch
     from transload.patching import unload_ipython_extension as unload_ipython_extension
@@ -65,6 +67,7 @@ _NAMES = {
     "transload.loading.placement": "Plan",
     "transload.machine": "Machine",
     "transload.opening": "inspect",
+    "transload.opening.prefetch": "Prefetch prefetch",
     "transload.patching": "load_ipython_extension patch unload_ipython_extension unpatch",
     "transload.rescuing": "Rescue rescue",
     "transload.retagging": "Retag retag",

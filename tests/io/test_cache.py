@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transload.opening.engine import cached_fraction
+from transload.io.cache import cached_fraction
 
 HAS_NOWAIT = hasattr(os, "RWF_NOWAIT")
 

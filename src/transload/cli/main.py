@@ -210,6 +210,14 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
     how = {"pretend": arguments.pretend_cuda, "quiet": arguments.quiet}
     program = program_of(words, module=arguments.module, device=checked(arguments.device), **how)
+    for path in arguments.prefetch or ():
+        from transload.opening.prefetch import prefetch
+
+        if not os.path.exists(path):
+            from transload.errors import CannotReadError
+
+            raise CannotReadError("there is no such file to prefetch", where=path)
+        prefetch(path)
 
     def run() -> int:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -22,6 +23,7 @@ from typing import Any, Protocol
 
 from transload.errors import CannotReadError
 from transload.frozen import Frozen, NamedTuple
+from transload.io.cache import WARM, cached_fraction
 from transload.io.cuda_driver import CudaDriver, DriverError, event_now
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
 from transload.io.sources import FileSource, Source
@@ -50,8 +52,6 @@ _FEW_CORES = 2
 """With at most this many, the device copies from the page cache itself: 18.8 GB/s with one core, against 7.6 through
 the ring; 20.9 with two, against 14.4. With four cores the ring is faster."""
 _COLD = 0.5
-_WARM = 0.95
-_SAMPLES = 64
 _POLL = 0.05
 """Seconds between two checks of the progress of the threads."""
 SLOTS = 2
@@ -114,7 +114,7 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     """
     nbytes = facts.host + facts.cuda
     cold = facts.cached is not None and facts.cached < _COLD
-    warm = facts.cached is not None and facts.cached >= _WARM
+    warm = facts.cached is not None and facts.cached >= WARM
     direct = facts.on_disk and (settings.direct if settings.direct is not None else cold and nbytes >= FEW_BYTES)
     few = facts.cores <= _FEW_CORES and settings.threads is None and settings.pinned is None
     mapped = facts.mappable and warm and few and facts.cuda >= FEW_BYTES and not direct
@@ -155,26 +155,6 @@ def forecast(path: str, host: int, cuda: int) -> Choice:
     with suppress(CannotReadError), closing(FileSource(path)) as file:
         cached = cached_fraction(file.descriptor, 0, file.size)
     return choose(Facts(host, cuda, cores(), cached, huge=host >= FEW_BYTES and huge_pages_pay(host)))
-
-
-def cached_fraction(descriptor: int, begin: int, end: int) -> float | None:
-    """The fraction of a range that is in the page cache, estimated from samples; ``None`` if the system does not say.
-
-    A read with ``RWF_NOWAIT`` fails if it would have to wait for the disk. tmpfs and network file systems do not
-    support it.
-    """
-    flag = getattr(os, "RWF_NOWAIT", 0)
-    if not flag or end <= begin:
-        return None
-    count = min(_SAMPLES, 1 + (end - begin) // PAGE)
-    byte, cached = bytearray(1), 0
-    try:
-        for index in range(count):
-            with suppress(BlockingIOError):
-                cached += os.preadv(descriptor, [byte], begin + (end - begin) * index // count, flag)
-    except (OSError, OverflowError):  # OverflowError for positions that no file has
-        return None
-    return cached / count
 
 
 # -- threads
@@ -277,7 +257,9 @@ def read_ranges(
             span[1] = max(span[1], request.offset + request.nbytes)
         # Sample the largest file; the others are probably alike.
         largest, (begin, end) = max(spans.items(), key=lambda item: item[1][1] - item[1][0])
-        facts = facts._replace(cached=cached_fraction(files[largest].descriptor, begin, end))
+        running = sys.modules.get("transload.opening.prefetch")
+        if running is None or not running.take_over(files[largest].descriptor):
+            facts = facts._replace(cached=cached_fraction(files[largest].descriptor, begin, end))
         if cuda:
             from transload.io.cuda_driver import cuda_driver
 
