@@ -138,7 +138,7 @@ def test_memory_of_a_failed_load_is_freed_at_once(threads: int, saved: Path, mon
     from transload.loading.storages import _StorageReader
 
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
-    real_empty = _StorageReader._empty
+    real_empty = _StorageReader.empty
 
     def recorded(reader: _StorageReader, storage: Any, device: str = "cpu") -> Any:
         empty = real_empty(reader, storage, device)
@@ -155,7 +155,7 @@ def test_memory_of_a_failed_load_is_freed_at_once(threads: int, saved: Path, mon
             return bool(list(alive))
         return False
 
-    monkeypatch.setattr(_StorageReader, "_empty", recorded)
+    monkeypatch.setattr(_StorageReader, "empty", recorded)
     gc.collect()
     gc.disable()
     try:
@@ -229,14 +229,14 @@ def test_file_replaced_during_load_still_loads_the_opened_one(saved: Path, tmp_p
 def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transload.loading.storages import _StorageReader
 
-    real_empty = _StorageReader._empty
+    real_empty = _StorageReader.empty
 
     def oversized(reader: _StorageReader, storage: Any, device: str = "cpu") -> Any:
         if storage.nbytes == 8 * LONG:
             storage = type(storage)(**{**fields_of(storage), "nbytes": 1 << 55})
         return real_empty(reader, storage, device)
 
-    monkeypatch.setattr(_StorageReader, "_empty", oversized)
+    monkeypatch.setattr(_StorageReader, "empty", oversized)
     with pytest.raises(DoesNotFitError, match="no memory for int"):
         transload.load(saved, threads=3)
 
@@ -304,7 +304,7 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
     from transload.loading import storages
     from transload.loading.storages import _StorageReader
 
-    real_empty = _StorageReader._empty
+    real_empty = _StorageReader.empty
 
     def on_device(reader: Any, storage: Any, device: str = "cpu") -> Any:
         empty = real_empty(reader, storage)
@@ -312,7 +312,7 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
             cuda.add_memory(empty.data_ptr(), storage.nbytes, 0)
         return empty
 
-    monkeypatch.setattr(_StorageReader, "_empty", on_device)
+    monkeypatch.setattr(_StorageReader, "empty", on_device)
     monkeypatch.setattr(storages, "_unused", lambda _: 1 << 60)
     monkeypatch.setattr(arrival.DeviceMap, "planned_device", lambda *_: "cuda:0")
     current_driver: Any = driver.cuda_driver()

@@ -244,8 +244,7 @@ def _each_file(opened: OpenCheckpoint, device_map: DeviceMap, options: ReadOptio
     """The object of the only piece, or the dictionaries of all shards merged."""
     objects = []
     with _telling_torch(device_map):
-        for file in opened.files:
-            storages = read_storages(file, device_map, options)
+        for file, storages in zip(opened.files, read_storages(opened.files, device_map, options), strict=True):
             plain = file.checkpoint.traits.named
             objects.append(plain_tensors(file, storages, device_map) if plain else make(file, storages, device_map))
     path, form = opened.checkpoint.path, opened.checkpoint.traits

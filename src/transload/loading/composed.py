@@ -98,4 +98,5 @@ def _built(
     from transload.loading.trusted import load_trusted
 
     node = None if value.node is file.checkpoint.root else value.node
-    return load_trusted(file, read_storages(file, device_map, options), device_map, node=node, **trusted)
+    (storages,) = read_storages([file], device_map, options)
+    return load_trusted(file, storages, device_map, node=node, **trusted)

@@ -576,7 +576,8 @@ def build_node(
     device_map = device_map or DeviceMap(plan_here(file.checkpoint, "cpu", 0), "cpu", file.checkpoint.path)
     storages = tuple(storage for storage in file.checkpoint.storages if storage.key in keys)
     alone = replace(file, checkpoint=replace(file.checkpoint, storages=storages))
-    return build_object(alone, read_storages(alone, device_map, options), device_map, pickle=part, made=made)
+    (loaded,) = read_storages([alone], device_map, options)
+    return build_object(alone, loaded, device_map, pickle=part, made=made)
 
 
 def _basic(index: Index) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -52,14 +52,23 @@ class ReadOptions(NamedTuple):
     settings: Settings = Settings()
 
 
-def read_storages(file: CheckpointFile, device_map: DeviceMap, options: ReadOptions) -> dict[str, torch.UntypedStorage]:
-    """Read every storage of a checkpoint to its device; return them by id."""
-    reader = _StorageReader(file, device_map, options)
-    storages = file.checkpoint.storages
-    together = reader.together(storages)
-    if len(together) == len(storages):
-        return together
-    return {storage.id: together.get(storage.id) or reader.alone(storage) for storage in storages}
+def read_storages(
+    files: Sequence[CheckpointFile], device_map: DeviceMap, options: ReadOptions
+) -> list[dict[str, torch.UntypedStorage]]:
+    """Read every storage of some files to its device; return those of each file, by id."""
+    readers = [_StorageReader(file, device_map, options) for file in files]
+    plain = [reader.plain() for reader in readers]
+    ranges = [each for reader, storages in zip(readers, plain, strict=True) for each in reader.ranges(storages)]
+    owners = [(reader, storage) for reader, storages in zip(readers, plain, strict=True) for storage in storages]
+    loaded = iter(_read(owners, ranges, options) if ranges else ())
+    by_file = []
+    for file, reader, storages in zip(files, readers, plain, strict=True):
+        by_id = {storage.id: next(loaded) for storage in storages}
+        every = file.checkpoint.storages
+        if len(by_id) < len(every):
+            by_id = {storage.id: by_id.get(storage.id) or reader.alone(storage) for storage in every}
+        by_file.append(by_id)
+    return by_file
 
 
 class _StorageReader:
@@ -67,6 +76,7 @@ class _StorageReader:
         import torch
 
         self._new = torch.UntypedStorage  # looked up once, not for each tensor
+        self._devices: dict[str, str] = {}
         self._file = file
         self._device_map = device_map
         self._options = options
@@ -102,58 +112,35 @@ class _StorageReader:
 
         return ElementReader(self._file.checkpoint, self._file.open)
 
-    def together(self, storages: Sequence[Storage]) -> dict[str, torch.UntypedStorage]:
-        """Read all storages that have the same bytes in the file as in memory, in one call; return them by id."""
+    def plain(self) -> list[Storage]:
+        """The storages that have the same bytes in the file as in memory, and whose devices can be read to."""
         if self._faked or self._skips or self._map is not None:
-            return {}
+            return []
+        storages = self._file.checkpoint.storages
         planned = {tag: self._device_map.planned_device(tag) for tag in {storage.device for storage in storages}}
-        devices = {tag: device for tag, device in planned.items() if can_read_to(device.partition(":")[0])}
+        self._devices = {tag: device for tag, device in planned.items() if can_read_to(device.partition(":")[0])}
         big = sys.byteorder == "big"
-        plain = [
+        return [
             each
             for each in storages
-            if each.device in devices
+            if each.device in self._devices
             and each.offset is not None
             and 0 < each.nbytes <= each.stored
             and (each.big_endian or self._big_endian) == big
             and not each.compressed
         ]
-        return self._read(plain, devices) if plain else {}
 
-    def _read(self, storages: Sequence[Storage], devices: Mapping[str, str]) -> dict[str, torch.UntypedStorage]:
-        """Read storages, each to the device for its tag; ``BrokenFileError`` names one that is truncated or damaged."""
+    def ranges(self, storages: Sequence[Storage]) -> list[Range]:
+        """What to read for storages; for a compressed one, of its content."""
         sources: dict[str, Source] = {}
         for storage in storages:
             if storage.file not in sources:
                 packed = self._content.unpacked(storage) if storage.compressed else None
                 if storage.compressed and (packed is None or packed.size != storage.nbytes):
-                    raise self._lost(storage, "they are compressed in a way torch does not read", "cannot be read")
+                    raise self.lost(storage, "they are compressed in a way torch does not read", "cannot be read")
                 sources[storage.file] = packed or self._file.open(storage.file)
-        ranges = [(sources[each.file], each.offset or 0, each.nbytes, devices[each.device]) for each in storages]
-        targets: dict[int, torch.UntypedStorage] = {}
-        groups = _groups(ranges)
-
-        def address_of(index: int) -> int:
-            if index in groups:
-                # Freed at once: torch keeps the memory, and cuts the storages out of it.
-                with suppress(RuntimeError):  # there may be no room for all of them in one piece
-                    self._new(groups[index], device=ranges[index][3])
-            target = targets[index] = self._empty(storages[index], ranges[index][3])
-            return target.data_ptr()  # type: ignore[no-any-return]
-
-        options = self._options
-        checksums = Checksums() if options.verify else None
-        try:
-            fill(ranges, address_of, options.settings, options.report_progress, checksums)
-        except ShortReadError as end:
-            storage = storages[end.request]
-            raise self._lost(storage, file_ends(storage.nbytes - end.received)) from end
-        except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
-            raise self._lost(storages[0], error.what, "are damaged") from error
-        if checksums is not None:
-            for storage, value in zip(storages, checksums.whole(len(storages)), strict=True):
-                self._check_sum(storage, value)
-        return {storage.id: targets[index] for index, storage in enumerate(storages)}
+        devices = self._devices
+        return [(sources[each.file], each.offset or 0, each.nbytes, devices[each.device]) for each in storages]
 
     def alone(self, storage: Storage) -> torch.UntypedStorage:
         """Map a storage, or read it by itself, and put it on its device."""
@@ -165,7 +152,7 @@ class _StorageReader:
                 untyped._fake_device = storage.device  # noqa: SLF001 - the same
             return untyped
         if self._skips or not storage.nbytes:
-            return self._device_map.put(self._empty(storage), storage.device)
+            return self._device_map.put(self.empty(storage), storage.device)
         is_swapped = (storage.big_endian or self._big_endian) != (sys.byteorder == "big")
         # Where its bytes begin, if the file has all of them, and not compressed.
         start = None if storage.compressed or storage.stored < storage.nbytes else storage.offset
@@ -174,13 +161,14 @@ class _StorageReader:
             if self._options.verify:
                 from zlib import crc32
 
-                self._check_sum(storage, crc32(memory_at(loaded.data_ptr(), loaded.nbytes())))
+                self.check_sum(storage, crc32(memory_at(loaded.data_ptr(), loaded.nbytes())))
             if self._options.report_progress is not None:
                 self._options.report_progress(storage.nbytes)
         elif start is not None or storage.compressed:
-            loaded = self._read([storage], {storage.device: "cpu"})[storage.id]
+            self._devices = {storage.device: "cpu"}
+            (loaded,) = _read([(self, storage)], self.ranges([storage]), self._options)
         else:
-            raise self._lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
+            raise self.lost(storage, f"{storage.stored:,} of {storage.nbytes:,} bytes are in the file")
         if is_swapped:
             from transload.opening.elements import component, swap_bytes
 
@@ -194,7 +182,7 @@ class _StorageReader:
         tensors = [part for tensor in self._file.checkpoint.tensors for part in with_parts(tensor)]
         return {tensor.storage: tensor.dtype for tensor in reversed(tensors)}
 
-    def _empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
+    def empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
         try:
             return self._new(storage.nbytes) if device == "cpu" else self._new(storage.nbytes, device=device)
         except RuntimeError as error:
@@ -202,13 +190,47 @@ class _StorageReader:
             fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
             raise DoesNotFitError(what, where=self._file.checkpoint.path, fix=fix) from error
 
-    def _check_sum(self, storage: Storage, value: int) -> None:
+    def check_sum(self, storage: Storage, value: int) -> None:
         if storage.crc32 is not None and value != storage.crc32:
-            raise self._lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "have changed")
+            raise self.lost(storage, f"checksum {value:08x}, saved with {storage.crc32:08x}", "have changed")
 
-    def _lost(self, storage: Storage, detail: str, how: str = "are incomplete") -> BrokenFileError:
+    def lost(self, storage: Storage, detail: str, how: str = "are incomplete") -> BrokenFileError:
         what = f"the bytes of {_named(self._file, storage)} {how}: {detail}"
         return BrokenFileError(what, where=self._file.checkpoint.path, fix=_AGAIN)
+
+
+def _read(
+    owners: Sequence[tuple[_StorageReader, Storage]], ranges: Sequence[Range], options: ReadOptions
+) -> list[torch.UntypedStorage]:
+    """Read storages in one call; ``BrokenFileError`` names one that is truncated or damaged."""
+    import torch
+
+    targets: dict[int, torch.UntypedStorage] = {}
+    groups = _groups(ranges)
+
+    def address_of(index: int) -> int:
+        device = ranges[index][3]
+        if index in groups:
+            # Freed at once: torch keeps the memory, and cuts the storages out of it.
+            with suppress(RuntimeError):  # there may be no room for all of them in one piece
+                torch.UntypedStorage(groups[index], device=device)
+        reader, storage = owners[index]
+        target = targets[index] = reader.empty(storage, device)
+        return target.data_ptr()  # type: ignore[no-any-return]
+
+    checksums = Checksums() if options.verify else None
+    try:
+        fill(ranges, address_of, options.settings, options.report_progress, checksums)
+    except ShortReadError as end:
+        reader, storage = owners[end.request]
+        raise reader.lost(storage, file_ends(storage.nbytes - end.received)) from end
+    except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
+        reader, storage = owners[0]
+        raise reader.lost(storage, error.what, "are damaged") from error
+    if checksums is not None:
+        for (reader, storage), value in zip(owners, checksums.whole(len(owners)), strict=True):
+            reader.check_sum(storage, value)
+    return [targets[index] for index in range(len(owners))]
 
 
 def _groups(ranges: Sequence[Range]) -> dict[int, int]:
