@@ -5,8 +5,8 @@ this ``NamedTuple``. ``dataclasses.dataclass`` is for the rest: mutable classes,
 
 Importing ``dataclasses`` takes a sixth of the time of ``transload inspect``, and it compiles six methods for each
 class: for the thirty classes of ``machine`` that takes longer than examining a machine. Here only ``__init__`` is
-compiled, and the other methods are inherited. ``fields``, ``replace`` and ``is_dataclass`` work: the attribute they
-read is computed on demand.
+compiled, when it is first needed, and the other methods are inherited. ``fields``, ``replace`` and ``is_dataclass``
+work: the attribute they read is computed on demand.
 
 ``typing.NamedTuple`` compiles every annotation, which takes longer than everything else about the class.
 """
@@ -35,6 +35,14 @@ class _Fields:
         return twin.__dataclass_fields__
 
 
+class _Init(_Fields):
+    """``__init__`` of a class: compiled when it is first read, since most classes of a module are seldom used."""
+
+    def __get__(self, instance: object, cls: type) -> Any:
+        init = self.cls.__init__ = _init(self.cls, self.annotations, self.defaults)
+        return init if instance is None else init.__get__(instance)
+
+
 if TYPE_CHECKING:
     from dataclasses import field, replace
     from typing import NamedTuple
@@ -60,7 +68,7 @@ else:
                 defaults = {name: cls.__dict__[name] for name in annotations if name in cls.__dict__}
                 cls.__dataclass_fields__ = _Fields(cls, annotations, defaults)
                 cls.__match_args__ = tuple(annotations)
-                cls.__init__ = _init(cls, annotations, defaults)
+                cls.__init__ = _Init(cls, annotations, defaults)
 
         def __setattr__(self, name: str, value: object = None) -> None:
             from dataclasses import FrozenInstanceError

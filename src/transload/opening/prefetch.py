@@ -21,7 +21,7 @@ __all__ = ["Prefetch", "prefetch", "take_over"]
 
 _THREADS = 8
 """Reads at a time. 1, 2, 4 and 8 read a cold disk at 2.2, 3.1, 3.4 and 3.9 GB/s."""
-_PIECE = 32 << 20
+_PIECE = 128 << 20
 """Bytes of one call, which ends before its thread can stop."""
 _SCRATCH = 1 << 20
 
