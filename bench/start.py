@@ -79,17 +79,20 @@ def main() -> int:
     parser.add_argument("--where", default="cold,cache")
     parser.add_argument("--size-scale", type=float, default=1)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--program", default="", help="only programs whose names contain one of these, by commas")
     parser.add_argument("--peers", default="", help="a folder with unpacked wheels of other loaders")
     parser.add_argument("--folder", default=None, help="for the files, on the disk to measure")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     case = CASE.scaled(arguments.size_scale)
+    parts = arguments.program.split(",")
+    programs = {name: program for name, program in PROGRAMS.items() if any(part in name for part in parts)}
     results: dict[tuple[str, str], list[list[float]]] = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         write(case, Path(folder), [".pt", ".safetensors"])
         for where in arguments.where.split(","):
             for _ in range(arguments.repeat):
-                for name, (first, load, suffix) in PROGRAMS.items():
+                for name, (first, load, suffix) in programs.items():
                     path = f"{folder}/{case.name}{suffix}"
                     (drop if where == "cold" else warm)(path)
                     code = COMMON.format(first=first, load=load)
@@ -106,7 +109,7 @@ def main() -> int:
         return 0
     for where in arguments.where.split(","):
         print(f"\n{size(case) / 1e9:.1f} GB, {where}{'':<24}torch imported   ready   weights there   after start")
-        for name in PROGRAMS:
+        for name in programs:
             row = medians.get((where, name))
             form = "{:>10.2f} s {:>8.2f} s {:>11.2f} s {:>11.2f} s"
             cells = form.format(*row) if row else "not installed, or failed"
