@@ -303,6 +303,50 @@ def _members(module: str, namespace: types.ModuleType) -> Iterator[tuple[str, st
             yield name, "function", obj
 
 
+# -- what an allowed name reaches
+
+SPECIAL = ("__class__", "__dict__", "__getattribute__", "__init__", "__loader__", "__reduce_ex__", "__spec__")
+
+
+def escapes(prefixes: Iterable[str], selects: Callable[[str, str], bool]) -> Iterator[tuple[str, str, object]]:
+    """Every selected name below these prefixes that leads out of its module, of the modules that are imported.
+
+    Either it belongs to a module that its own only imports, and is not selected as a name of that, or it is a module, a
+    loader, an internal of an object, or a private function. A name may be split anywhere: a file can say
+    ``torch.nn.functional`` and ``math.cos``, and torch says ``torch.nn.functional.math.cos``.
+    """
+    known = tuple(prefixes)
+    seen: set[tuple[str, str, str]] = set()
+    for module, value in sorted(sys.modules.items()):
+        prefix = next((prefix for prefix in known if f"{module}.".startswith(prefix) or prefix.startswith(module)), "")
+        if not prefix or not isinstance(value, types.ModuleType):
+            continue
+        for name in sorted({*vars(value), *SPECIAL}):
+            obj = inspect.getattr_static(value, name, None)
+            if selects(module, name) and _leads_out(name, obj):
+                yield module, name, obj
+            if isinstance(obj, types.ModuleType):
+                # What another module sees under that name, below this prefix, makes no difference.
+                place = (prefix, name, obj.__name__)
+                own = obj.__name__ == f"{module}.{name}" or place in seen
+                seen.add(place)
+            else:
+                own = not isinstance(obj, type) or obj.__module__ != module
+            for inner in [] if own else sorted({*vars(obj), *SPECIAL}):
+                found = inspect.getattr_static(obj, inner, None)
+                foreign = isinstance(obj, types.ModuleType) and not selects(obj.__name__, inner)
+                for first, last in ((module, f"{name}.{inner}"), (f"{module}.{name}", inner)):
+                    if selects(first, last) and (foreign or _leads_out(inner, found)):
+                        yield first, last, found
+
+
+def _leads_out(name: str, obj: object) -> bool:
+    """Whether an object reaches others than those of its module, or is not meant to be reached by name."""
+    special = name.startswith("__") and name.endswith("__")
+    private = name.startswith("_") and inspect.isroutine(obj)
+    return special or private or isinstance(obj, types.ModuleType) or hasattr(obj, "exec_module")
+
+
 # -- the table
 
 

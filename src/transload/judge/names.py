@@ -43,8 +43,8 @@ _ENDS = _TABLES["dangerous words"].keys()
 _STDLIB_TESTS = tuple(
     f"test.{name}" for name in ("support", "libregrtest", "regrtest", "test_", "_test", "autotest", "pythoninfo")
 )
-# Modules that a name can reach through a module of ``_COMPUTES`` that imports them.
-_MODULES = sys.stdlib_module_names | {"torch", "np", "grad", "_VF", "_Reduction"}
+# Modules that a name can reach through a module that imports them.
+_MODULES = sys.stdlib_module_names | _TABLES["module aliases"].keys()
 # Packages that follow PEP 8: a capitalized name is a class, not a module.
 _KNOWN = sys.stdlib_module_names | {"torch", "numpy", "joblib", "pandas", "dill", "cloudpickle", "requests"}
 _REACHES = "reaches another module through this one"
@@ -111,12 +111,14 @@ def can_be_allowed(module: str, name: str) -> bool:
         return True
     if not is_class_path(name) or is_dangerous(module, name):
         return False
+    package, last = module.partition(".")[0], name.rpartition(".")[2]
     if _is_core(module):
         return module == "builtins" or _is_part(module, name)
-    if module.partition(".")[0] in _LIBRARIES:
-        last = name.rpartition(".")[2]
+    if package in sys.stdlib_module_names:  # a package that is named after a module, or what that module imports
+        return _is_class(last) and not any(map(_is_class, module.split("."))) and bool(_own(full, (f"{package}.",)))
+    if package in _LIBRARIES:
         return _is_class(last) or last[1:2].isupper() or _is_part(module, name)  # xLSTMBlock
-    return not may_be_function(module, name) or _ENDS.isdisjoint(name.rpartition(".")[2].lower().split("_"))
+    return not may_be_function(module, name) or _ENDS.isdisjoint(last.lower().split("_"))
 
 
 def may_be_function(module: str, name: str) -> bool:
@@ -143,11 +145,26 @@ def _is_part(module: str, name: str) -> bool:
     last = name.rpartition(".")[2]
     if full in _TABLES["parts"]:
         return True
-    if full.startswith(_COMPUTES) and full not in _TABLES["not computes"] and last not in _MODULES:
-        return True
-    if module.startswith("transformers.models.") and ".modeling_" in module:
+    if "." not in name and (own := _own(full, _COMPUTES)) and not own.rpartition(".")[2].startswith("_"):
+        return full not in _TABLES["not computes"]
+    if module.startswith("transformers.models.") and module.rpartition(".")[2].startswith("modeling_"):
         return not last.lstrip("_").startswith(_VERBS)
-    return full.startswith(_CLASSES) and _is_class(last) and not _dangerous_component(module, last)
+    words = last.lstrip("_").split("_") if last.startswith("_") else []
+    if any(word[:1].islower() for word in words[1:]):  # a private function, such as _Dirichlet_backward
+        return False
+    return bool(_own(full, _CLASSES)) and _is_class(last) and not _dangerous_component(module, last)
+
+
+def _own(full: str, prefixes: tuple[str, ...]) -> str:
+    """What follows one of these prefixes in a name; empty if it leads through a module that is only imported there.
+
+    >>> _own("torch.nn.modules.Linear", ("torch.nn.",)), _own("torch.nn.functional.math.cos", ("torch.nn.",))
+    ('modules.Linear', '')
+    """
+    if not full.startswith(prefixes):
+        return ""
+    rest = next(full[len(prefix) :] for prefix in prefixes if full.startswith(prefix))
+    return "" if any(part.lstrip("_") in _MODULES or part in _MODULES for part in rest.split(".")) else rest
 
 
 def _dangerous_component(module: str, last: str) -> str:
@@ -213,7 +230,9 @@ def _listed(module: str, name: str) -> str:
     plain = name in _TABLES["plain builtins"] or name.endswith(("Error", "Exception", "Warning"))
     if module == "builtins" and not plain:
         return "a built-in function"
-    if "." in name and any(part.startswith("__") and part.endswith("__") for part in name.split(".")):
+    # math.__loader__ imports modules: every module has such attributes, also those that only compute.
+    inner = [part for part in module.split(".")[1:] if part not in ("__main__", "__init__")]
+    if any(part.startswith("__") and part.endswith("__") for part in (*inner, *name.split("."))):
         return "reaches into the internals of an object"
     return next((danger for prefix, danger in _TABLES["dangerous prefixes"].items() if full.startswith(prefix)), "")
 
