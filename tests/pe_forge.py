@@ -35,8 +35,12 @@ def dll(
     linker: tuple[int, int] = (14, 42),
     machine: str = "x64",
     writable: int = 0,
+    fatbins: Mapping[str, bytes] = MappingProxyType({}),
 ) -> bytes:
-    """A DLL. ``imports`` are functions by library, ``#12`` by number; ``writable`` is the size of its data."""
+    """A DLL. ``imports`` are functions by library, ``#12`` by number; ``writable`` is the size of its data.
+
+    ``fatbins`` are sections with code for a GPU, by name.
+    """
     part = Part(PAGE)
     code = part(CODE)
     tables = [(0, 0)] * 16
@@ -49,7 +53,7 @@ def dll(
     if delayed:
         rows = b"".join(struct.pack("<8I", 1, part(dep.encode() + b"\0"), *([0] * 6)) for dep in delayed)
         tables[13] = (part(rows + bytes(32)), len(rows) + 32)
-    return image(name, part, tables, linker, MACHINES[machine], writable)
+    return image(name, part, tables, linker, MACHINES[machine], writable, fatbins)
 
 
 def exports_of(part: Part, name: str, exports: Sequence[str], code: int) -> tuple[int, int]:
@@ -91,13 +95,24 @@ def version_of(part: Part, version: str) -> tuple[int, int]:
 
 
 def image(
-    name: str, part: Part, tables: Sequence[tuple[int, int]], linker: tuple[int, int], machine: int, writable: int
+    name: str,
+    part: Part,
+    tables: Sequence[tuple[int, int]],
+    linker: tuple[int, int],
+    machine: int,
+    writable: int,
+    fatbins: Mapping[str, bytes],
 ) -> bytes:
     body = bytes(part.body) + bytes(-len(part.body) % 512)
     data = PAGE + len(body) + -len(body) % PAGE
     sections = [(b".rdata", len(part.body), PAGE, len(body), 512, 0xE0000020)]  # the loader writes the imports into it
     sections += [(b".data", writable, data, 0, 0, 0xC0000080)] if writable else []
     end = data + writable + -writable % PAGE
+    for section, content in fatbins.items():
+        padded = content + bytes(-len(content) % 512)
+        sections.append((section.encode()[:8], len(content), end, len(padded), 512 + len(body), 0x40000040))
+        body += padded
+        end += len(padded) + -len(padded) % PAGE
     base = 0x180000000 + (zlib.crc32(name.lower().encode()) & 0x3FFF) * 0x1000000  # no two at one address
     if machine == MACHINES["x86"]:
         optional = struct.pack("<H2B220x", 0x10B, *linker)

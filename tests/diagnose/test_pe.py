@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.each import each
+from tests.elf_forge import CUBIN, LTO, PTX, fatbin
 from tests.pe_forge import dll
 
 from transload.diagnose.pe import Pe, file_version, read_pe
@@ -26,6 +27,7 @@ FULL = dll(
     version="14.29.30133.4",
     linker=(14, 42),
     writable=1 << 20,
+    fatbins={".nv_fatbin": fatbin([(CUBIN, 86, b"x"), (PTX, 90, b"y")])},
 )
 
 
@@ -52,6 +54,16 @@ def test_library_without_tables(tmp_path: Path) -> None:
     pe = read(tmp_path, dll())
     assert (pe.needed, pe.delayed, pe.functions("c10.dll"), pe.version()) == ((), (), (), "")
     assert pe.not_exported(["f"]) == ("f",)
+
+
+def test_architectures_are_counted_in_all_fatbins(tmp_path: Path) -> None:
+    """Linkers cut the names of sections at eight bytes."""
+    first = fatbin([(CUBIN, 75, b"a" * 40), (CUBIN, "90a", b"b" * 8), (PTX, 90, b"c" * 16), (LTO, 80, b"d" * 8)])
+    second = fatbin([(CUBIN, 75, b"a" * 40), (CUBIN, "103f", b"")])
+    pe = read(tmp_path, dll(fatbins={".nv_fatbin": first + bytes(5) + second, "__nv_relfatbin": first}))
+    assert pe.architectures() == {"sm_75": 3, "sm_90a": 2, "sm_103f": 1, "compute_90": 2}
+    assert read(tmp_path, dll(writable=512)).architectures() == {}
+    assert read(tmp_path, dll(fatbins={".nvFatBinSegment": first})).architectures() == {}
 
 
 @each("machine, bits", [("x64", 64), ("ARM64", 64), ("x86", 32)])
@@ -89,14 +101,16 @@ def compiler(name: str) -> str:
 
 
 def test_objdump_reads_the_same(tmp_path: Path) -> None:
-    """Linked by mingw: imports by name and by number, and exports."""
+    """Linked by mingw: imports by name and by number, exports, and a section for the GPU."""
     gcc, tool = compiler("x86_64-w64-mingw32-gcc"), compiler("x86_64-w64-mingw32-dlltool")
     objdump = compiler("x86_64-w64-mingw32-objdump")
     (tmp_path / "number.def").write_text("LIBRARY number.dll\nEXPORTS\nnumber @7 NONAME\n")
-    (tmp_path / "a.c").write_text("int number(void); int one(void) { return number(); }\n")
+    code = fatbin([(CUBIN, 89, b"x" * 8)])
+    kernels = f'__attribute__((section(".nv_fatbin"))) char code[] = {{{",".join(map(str, code))}}};'
+    (tmp_path / "a.c").write_text(f"int number(void); int one(void) {{ return number(); }}\n{kernels}\n")
     for arguments in (
         [tool, "-d", "number.def", "-l", "libnumber.a"],
-        [gcc, "-shared", "-o", "a.dll", "a.c", "-L.", "-lnumber"],
+        [gcc, "-shared", "-Wl,--disable-long-section-names", "-o", "a.dll", "a.c", "-L.", "-lnumber"],
     ):
         subprocess.run(arguments, cwd=tmp_path, check=True)
     pe = read_pe(str(tmp_path / "a.dll"))
@@ -110,11 +124,14 @@ def test_objdump_reads_the_same(tmp_path: Path) -> None:
         )
     )
     assert pe.not_exported(["one", "two"]) == ("two",)
+    assert pe.architectures() == {"sm_89": 1}
 
 
 @pytest.mark.skipif(sys.platform != "win32", reason="needs Windows")
 def test_windows_loads_a_forged_library(tmp_path: Path) -> None:
-    (tmp_path / "forged_a.dll").write_bytes(dll("forged_a.dll", imports={"forged_b.dll": ["f"]}, exports=["g"]))
+    kernels = {".nv_fatbin": fatbin([(CUBIN, 86, b"x")])}
+    forged = dll("forged_a.dll", imports={"forged_b.dll": ["f"]}, exports=["g"], fatbins=kernels)
+    (tmp_path / "forged_a.dll").write_bytes(forged)
     (tmp_path / "forged_b.dll").write_bytes(dll("forged_b.dll", exports=["f"]))
     assert ctypes.CDLL(str(tmp_path / "forged_a.dll"), winmode=0x1100).g() == 0
 
@@ -129,6 +146,7 @@ def read_everything(path: Path) -> None:
         assert isinstance(pe.functions("c10.dll"), (tuple, Unknown))
         assert isinstance(pe.not_exported(["first", "#2", "absent"]), (tuple, Unknown))
         assert isinstance(pe.version(), (str, Unknown))
+        assert isinstance(pe.architectures(), (dict, Unknown))
 
 
 def test_truncated_files_cause_no_exception(tmp_path: Path) -> None:

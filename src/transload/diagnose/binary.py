@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import wraps
+from struct import Struct
 from typing import Concatenate, ParamSpec, TypeVar
 
+from transload.frozen import NamedTuple
 from transload.machine import Unknown
 
 from .host import reason
@@ -25,9 +27,26 @@ _Subject = TypeVar("_Subject")
 LONGEST_NAME = 4096
 _MOST_READS = 1 << 18  # take half a second; the fatbins of libtorch_cuda need four thousand
 
+# A fatbin is a container with one entry for each architecture. Only the payload of an entry is compressed, so reading
+# the headers, some dozens of bytes each among megabytes, is enough.
+_CONTAINER = Struct("<4s2HQ")  # magic, version, size of this header, size of what follows
+_ENTRY = Struct("<2HIQ12xI8xQ")  # kind, -, size of this header, size of the payload; SM number; flags
+_FATBIN = b"\x50\xed\x55\xba"
+_PREFIX = {1: "compute_", 2: "sm_"}  # PTX and cubins. Other kinds, such as code for the linker (8), are skipped.
+_ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
+_GAP = 4096
+
 
 class MalformedError(Exception):
     """A file contradicts itself. ``with_file`` turns it into an ``Unknown``."""
+
+
+class Needs(NamedTuple):
+    """What a library of a package contains and needs, in a process that has imported torch."""
+
+    architectures: Sequence[str]  # Of its code for NVIDIA cards.
+    undefined: Sequence[str]  # Symbols or functions of torch that torch does not define.
+    missing: Sequence[str]  # Libraries that are not found.
 
 
 class BinaryFile:
@@ -87,3 +106,30 @@ def with_file(
             return Unknown(reason(path, error))
 
     return asked
+
+
+def fatbins(file: BinaryFile, sections: Iterable[tuple[int, int]]) -> dict[str, int]:
+    """Architecture (``sm_90``; ``sm_90a`` is one chip, ``sm_103f`` a family) → how many cubins or PTX texts.
+
+    ``sections`` are the offsets and sizes of the fatbins in the file.
+    """
+    sizes: dict[tuple[str, int, str], int] = {}
+    for start, size in sections:
+        at, end = start, start + size
+        while at + _CONTAINER.size <= end:
+            magic, _, header, length = _CONTAINER.unpack(file.read_exactly(at, _CONTAINER.size))
+            if magic != _FATBIN or header < _CONTAINER.size:  # padding between two containers
+                distance = file.read(at + 1, min(_GAP, end - at)).find(_FATBIN)
+                at += 1 + distance if distance >= 0 else _GAP - 4
+                continue
+            entry, at = at + header, at + header + length
+            while entry + _ENTRY.size <= min(at, end):
+                kind, _, skipped, payload, number, flags = _ENTRY.unpack(file.read_exactly(entry, _ENTRY.size))
+                if skipped < _ENTRY.size or not kind:
+                    break
+                if kind in _PREFIX:
+                    key = (_PREFIX[kind], number, "a" if flags & _ONE_CHIP else "f" if flags & _FAMILY else "")
+                    sizes[key] = sizes.get(key, 0) + 1
+                entry += skipped + payload
+    order = sorted(sizes, key=lambda key: (key[0] != "sm_", *key[1:]))
+    return {f"{prefix}{number}{suffix}": sizes[prefix, number, suffix] for prefix, number, suffix in order}

@@ -16,7 +16,7 @@ from struct import Struct, unpack, unpack_from
 from transload.frozen import NamedTuple, replace
 from transload.machine import Unknown
 
-from .binary import LONGEST_NAME, BinaryFile, MalformedError, with_file
+from .binary import LONGEST_NAME, BinaryFile, MalformedError, fatbins, with_file
 from .host import Host
 from .tables import table
 
@@ -42,15 +42,6 @@ _ANY = 1  # The version number of symbols without a version.
 _MOST_SYMBOLS = 1 << 20  # libtorch_cpu has fifty thousand,
 _LONGEST_STRINGS = 1 << 26  # with four megabytes of names
 _MOST_VERSIONS = 4096
-
-# A fatbin is a container with one entry for each architecture. Only the payload of an entry is compressed, so reading
-# the headers, some dozens of bytes each among megabytes, is enough.
-_CONTAINER = Struct("<4s2HQ")  # magic, version, size of this header, size of what follows
-_ENTRY = Struct("<2HIQ12xI8xQ")  # kind, -, size of this header, size of the payload; SM number; flags
-_FATBIN = b"\x50\xed\x55\xba"
-_PREFIX = {1: "compute_", 2: "sm_"}  # PTX and cubins. Other kinds, such as code for the linker (8), are skipped.
-_ONE_CHIP, _FAMILY = 1 << 20, 1 << 21
-_GAP = 4096
 
 
 class UndefinedSymbol(NamedTuple):
@@ -135,27 +126,8 @@ class Elf:
 
     @with_file
     def architectures(self, file: BinaryFile) -> dict[str, int]:
-        """Architecture (``sm_90``; ``sm_90a`` is one chip, ``sm_103f`` a family) → how many cubins or PTX texts."""
-        sizes: dict[tuple[str, int, str], int] = {}
-        for start, size in self._sections(file, (".nv_fatbin", "__nv_relfatbin")):
-            at, end = start, start + size
-            while at + _CONTAINER.size <= end:
-                magic, _, header, length = _CONTAINER.unpack(file.read_exactly(at, _CONTAINER.size))
-                if magic != _FATBIN or header < _CONTAINER.size:  # padding between two containers
-                    distance = file.read(at + 1, min(_GAP, end - at)).find(_FATBIN)
-                    at += 1 + distance if distance >= 0 else _GAP - 4
-                    continue
-                entry, at = at + header, at + header + length
-                while entry + _ENTRY.size <= min(at, end):
-                    kind, _, skipped, payload, number, flags = _ENTRY.unpack(file.read_exactly(entry, _ENTRY.size))
-                    if skipped < _ENTRY.size or not kind:
-                        break
-                    if kind in _PREFIX:
-                        key = (_PREFIX[kind], number, "a" if flags & _ONE_CHIP else "f" if flags & _FAMILY else "")
-                        sizes[key] = sizes.get(key, 0) + 1
-                    entry += skipped + payload
-        order = sorted(sizes, key=lambda key: (key[0] != "sm_", *key[1:]))
-        return {f"{prefix}{number}{suffix}": sizes[prefix, number, suffix] for prefix, number, suffix in order}
+        """The architectures of its code for NVIDIA cards, as ``fatbins`` returns them."""
+        return fatbins(file, self._sections(file, (".nv_fatbin", "__nv_relfatbin")))
 
     def _sections(self, file: BinaryFile, names: Iterable[str]) -> Iterator[tuple[int, int]]:
         """(offset, size) of the sections with these names that have bytes in the file."""

@@ -14,14 +14,14 @@ from struct import Struct, unpack
 from transload.frozen import replace
 from transload.machine import Unknown
 
-from .binary import LONGEST_NAME, BinaryFile, MalformedError, with_file
+from .binary import LONGEST_NAME, BinaryFile, MalformedError, fatbins, with_file
 from .host import Host
 
 _DOS = Struct("<2s58xI")  # magic, offset of the PE header
 _COFF = Struct("<4s2H12xH2x")  # magic, machine, count of sections; size of the optional header
 _OPTIONAL = Struct("<H2B104xI")  # magic, version of the linker; count of directories. The directories follow.
 _DIRECTORY = Struct("<2I")
-_SECTION = Struct("<8x4I12xI")  # size and address in memory, size and offset in the file; flags
+_SECTION = Struct("<8s4I12xI")  # name, size and address in memory, size and offset in the file; flags
 _IMPORT, _DELAYED = Struct("<I8x2I"), Struct("<2I8xI12x")  # thunks, name, thunks after loading; flags, name, thunks
 _EXPORTS = Struct("<16x6I")  # first ordinal, counts of functions and of names; addresses of functions, names, ordinals
 _RESOURCES, _RESOURCE = Struct("<12x2H"), Struct("<2I")  # entries with a name, with a number; the entry: name, place
@@ -30,6 +30,7 @@ _MACHINES = {0x8664: "x64", 0x14C: "x86", 0xAA64: "ARM64", 0x1C4: "ARM"}
 _PLUS = 0x20B  # PE32+, for 64 bits
 _EXPORT_TABLE, _IMPORT_TABLE, _RESOURCE_TABLE, _DELAYED_TABLE = 0, 1, 2, 13
 _WRITABLE = 1 << 31
+_FATBINS = (b".nv_fatb", b"__nv_rel")  # .nv_fatbin and __nv_relfatbin, cut at the eight bytes of a name
 _BY_ORDINAL = 1 << 63
 _VERSION, _FIXED = 16, b"\xbd\x04\xef\xfe"  # the kind of resource, and how its fixed part begins
 
@@ -56,6 +57,8 @@ class Pe:
     directories: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # (address, size)
     sections: tuple[tuple[int, int, int], ...] = field(default=(), repr=False)
     """(address, offset, size) of each part that is mapped from the file."""
+    fatbins: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    """(offset, size) of each part with code for NVIDIA cards."""
 
     def offset(self, address: int) -> int:
         """The offset in the file of what is at an address; -1 if nothing is."""
@@ -125,6 +128,11 @@ class Pe:
         minor, major, revision, build = unpack("<4H", data[fixed + 8 : fixed + 16])
         return f"{major}.{minor}.{build}.{revision}"
 
+    @with_file
+    def architectures(self, file: BinaryFile) -> dict[str, int]:
+        """The architectures of its code for NVIDIA cards, as ``binary.fatbins`` returns them."""
+        return fatbins(file, self.fatbins)
+
     def rows(self, file: BinaryFile, index: int, layout: Struct) -> Iterator[tuple[int, ...]]:
         """The rows of a table of libraries, up to the one without a name."""
         address = self.directory(index)[0]
@@ -175,15 +183,16 @@ def read_pe(path: str, file: BinaryFile) -> Pe:
     _, major, minor, directories = _OPTIONAL.unpack_from(optional)
     rows = optional[_OPTIONAL.size : _OPTIONAL.size + min(directories, 16) * _DIRECTORY.size]
     parts = list(_SECTION.iter_unpack(file.read_exactly(start + _COFF.size + size, count * _SECTION.size)))
-    end = max((offset + length for _, _, length, offset, _ in parts if length), default=0)
+    end = max((offset + length for _, _, _, length, offset, _ in parts if length), default=0)
     if end > file.size:  # Windows refuses it
         raise MalformedError(f"cut off after {file.size} of {end} bytes")
     pe = Pe(
         *(path, machine, 64),
         linker=f"{major}.{minor:02}",
-        private=sum(size for size, *_, flags in parts if flags & _WRITABLE),
+        private=sum(size for _, size, *_, flags in parts if flags & _WRITABLE),
         directories=tuple(_DIRECTORY.iter_unpack(rows[: len(rows) // _DIRECTORY.size * _DIRECTORY.size])),
-        sections=tuple((address, offset, min(size, length) or length) for size, address, length, offset, _ in parts),
+        sections=tuple((address, offset, min(size, length) or length) for _, size, address, length, offset, _ in parts),
+        fatbins=tuple((offset, min(size, length)) for name, size, _, length, offset, _ in parts if name in _FATBINS),
     )
     needed = (file.c_string(pe.offset(name)) for _, name, _ in pe.rows(file, _IMPORT_TABLE, _IMPORT))
     delayed = (file.c_string(pe.offset(name)) for _, name, _ in pe.rows(file, _DELAYED_TABLE, _DELAYED))

@@ -14,6 +14,7 @@ import pytest
 from tests.diagnose.windows_torch import NEEDS_Z, PYTHON, TORCH, WHOLE, Files, Z
 from tests.diagnose.windows_trees import BASE, SYSTEM, VENV, WindowsTree, windows_host
 from tests.each import each
+from tests.elf_forge import CUBIN, PTX, fatbin
 from tests.pe_forge import dll
 
 from transload.diagnose.elf import Loader
@@ -46,6 +47,18 @@ def test_whole_torch(tmp_path: Path) -> None:
     assert libraries.unresolved == ()
     assert libraries.toolset == "14.42"
     assert 2 << 16 <= libraries.committed < 3 << 16
+
+
+def test_architectures_of_torchs_kernels(tmp_path: Path) -> None:
+    kernels = {".nv_fatbin": fatbin([(CUBIN, 75, b"x"), (CUBIN, 90, b"x"), (PTX, 120, b"x")])}
+    more: Files = {
+        f"{TORCH}/lib/torch_cuda.dll": dll(fatbins=kernels),
+        f"{TORCH}/lib/torch_cuda_linalg.dll": dll(fatbins={".nv_fatbin": fatbin([(CUBIN, 50, b"x")])}),
+    }
+    assert examined(tmp_path / "1", more, "12.8").cubins == {"sm_75": 1, "sm_90": 1, "compute_120": 1}
+    absent = examined(tmp_path / "2", {}, "12.8").cubins
+    assert isinstance(absent, Unknown)
+    assert absent.reason.startswith("torch_cuda.dll: ")
 
 
 @each(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.diagnose.trees import Content, tree_host
+from tests.diagnose.trees import Content, Tree, tree_host
+from tests.diagnose.windows_torch import PYTHON, WHOLE
+from tests.diagnose.windows_torch import TORCH as WINDOWS_TORCH
+from tests.diagnose.windows_trees import SYSTEM, VENV, windows_host
 from tests.each import each
 from tests.elf_forge import CUBIN, PTX, fatbin, library
 from tests.fake_driver import returns
+from tests.pe_forge import dll
 
 from transload.diagnose.elf import Loader
 from transload.diagnose.probes.libraries import extensions
-from transload.machine import ExtensionPackage, TorchInstall
+from transload.machine import ExtensionPackage, Python, TorchInstall
 
 SITE = "/opt/venv/lib/python3.12/site-packages"
 TORCH = f"{SITE}/torch"
@@ -48,7 +53,7 @@ INSTALL = TorchInstall(TORCH, "2.8.0+cu128", "12.8")
 def probe(
     root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL, path: tuple[str, ...] = (SITE,)
 ) -> tuple[ExtensionPackage, ...]:
-    return extensions(Loader(tree_host(root, {**torch(), **tree})), path, install)
+    return extensions(Loader(tree_host(root, {**torch(), **tree})), Python("/usr/bin/python3", path=path), install)
 
 
 def probe_one(root: Path, tree: Mapping[str, Content], install: TorchInstall | None = INSTALL) -> ExtensionPackage:
@@ -241,8 +246,72 @@ def test_extension_without_torch(tmp_path: Path) -> None:
 
 
 def test_other_systems_report_only_the_metadata(tmp_path: Path) -> None:
-    host = tree_host(tmp_path, flash(), uname=("Windows", "10", "AMD64"))
-    assert extensions(Loader(host), (SITE,), INSTALL) == (ExtensionPackage("flash-attn", "2.8.3"),)
+    host = tree_host(tmp_path, flash(), uname=("Darwin", "25.1.0", "arm64"))
+    python = Python("/usr/bin/python3", path=(SITE,))
+    assert extensions(Loader(host), python, INSTALL) == (ExtensionPackage("flash-attn", "2.8.3"),)
+
+
+# -- Windows
+
+WINDOWS_SITE = f"{VENV}/Lib/site-packages"
+ALLOCATE = "?alloc@c10@@YAPEAX_K@Z"
+WINDOWS_KERNELS = {".nv_fatbin": KERNELS[".nv_fatbin"]}
+PYD = "flash_attn_2_cuda.cp313-win_amd64.pyd"
+
+
+def on_windows(root: Path, tree: Tree, install: TorchInstall | None = None) -> ExtensionPackage:
+    host = windows_host(root, cards=(), more={**WHOLE, f"{SYSTEM}/msvcp140.dll": dll(exports=["lock"]), **tree})
+    python = replace(PYTHON, path=(WINDOWS_SITE,))
+    install = install or TorchInstall(WINDOWS_TORCH, "2.13.0+cu128", "12.8")
+    (extension,) = extensions(Loader(host), python, install)
+    return extension
+
+
+def pyd(**options: Any) -> dict[str, Content]:
+    needs = {"python313.dll": ["Py_New"], "c10.dll": ["alloc"], "MSVCP140.dll": ["lock"], "nvcuda.dll": ["cuInit"]}
+    return {
+        **dist("flash_attn", "2.8.3", PYD, site=WINDOWS_SITE),
+        f"{WINDOWS_SITE}/{PYD}": dll(**{"imports": needs, "fatbins": WINDOWS_KERNELS, **options}),
+    }
+
+
+def test_extension_that_fits_on_windows(tmp_path: Path) -> None:
+    assert on_windows(tmp_path, pyd()) == ExtensionPackage(
+        "flash-attn", "2.8.3", f"{WINDOWS_SITE}/{PYD}", architectures=("sm_80", "sm_90a", "compute_90")
+    )
+
+
+def test_functions_missing_in_this_torch_on_windows(tmp_path: Path) -> None:
+    """Only those of torch's own libraries count."""
+    needs = {"c10.dll": [ALLOCATE, "alloc"], "torch_cpu.dll": ["gone"], "MSVCP140.dll": ["unlock"]}
+    extension = on_windows(tmp_path, pyd(imports=needs))
+    assert (extension.undefined, extension.missing) == ((ALLOCATE, "gone"), ())
+
+
+@each(
+    ("name", "missing"),
+    [("cudart64_12.dll", ("cudart64_12.dll",)), ("python312.dll", ("python312.dll",)), ("nvml.dll", ())],
+)
+def test_dlls_missing_for_an_extension(tmp_path: Path, name: str, missing: tuple[str, ...]) -> None:
+    assert on_windows(tmp_path, pyd(imports={name: ["f"]})).missing == missing
+
+
+@each("place", [f"{WINDOWS_SITE}/flash_attn.libs/own.dll", f"{WINDOWS_SITE}/own.dll", f"{WINDOWS_TORCH}/lib/own.dll"])
+def test_dlls_beside_an_extension_are_found(tmp_path: Path, place: str) -> None:
+    """Packages add the folders of their own DLLs to the search."""
+    files = (PYD, place.removeprefix(f"{WINDOWS_SITE}/"))
+    tree = {**pyd(imports={"own.dll": ["f"]}), **dist("flash_attn", "2.8.3", *files, site=WINDOWS_SITE)}
+    assert on_windows(tmp_path, {**tree, place: dll(exports=["f"])}).missing == ()
+
+
+def test_library_of_bitsandbytes_on_windows(tmp_path: Path) -> None:
+    names = [f"bitsandbytes/libbitsandbytes_cuda{number}.dll" for number in (118, 126, 130)]
+    tree = dist("bitsandbytes", "0.50.2", *names, site=WINDOWS_SITE)
+    tree |= {f"{WINDOWS_SITE}/{name}": dll(imports={"cudart64_12.dll": ["f"]}) for name in names}
+    extension = on_windows(tmp_path / "1", tree)
+    assert (extension.library, extension.missing) == (f"{WINDOWS_SITE}/{names[1]}", ("cudart64_12.dll",))
+    newer = TorchInstall(WINDOWS_TORCH, "2.13.0+cu140", "14.0")
+    assert on_windows(tmp_path / "2", tree, newer).missing == ("libbitsandbytes_cuda140.dll",)
 
 
 def test_garbage_in_packages(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def probe(
             python=examined,
             torch=installed,
             torch_libraries=linked,
-            extensions=attempt("extensions", (), libraries.extensions, loader, examined.path, installed.first),
+            extensions=attempt("extensions", (), libraries.extensions, loader, examined, installed.first),
             accelerators=attempt("accelerators", (), system.accelerators, here, cards),
         )
         # Imported while the children work: the rules take a third of the time of a run.

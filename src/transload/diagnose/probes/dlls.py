@@ -8,9 +8,10 @@ Which folders has changed with the releases, so it is read from the installed ``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
+from transload.diagnose.binary import Needs
 from transload.diagnose.host import Host
 from transload.diagnose.pe import RUNTIME, SYSTEM, TORCH_LIB, Dll, DllProcess, Folder, Pe
 from transload.diagnose.tables import numbers_of
@@ -37,7 +38,7 @@ class DllImport:
             process.loaded.setdefault(name, Dll(name, via="path"))
         self.first = {*process.loaded}
         source = host.text(f"{install.location}/__init__.py") or ""
-        added = self._added(source, python, install)
+        self.added = added = self._added(source, python, install)
         second_try = [*process.without_flags, *added, *process.path]
         self.known = "kernel32.dll" in process.files(process.system[1])  # else this is no whole Windows
         self.failed: dict[str, Dll] = {}
@@ -119,6 +120,24 @@ class DllImport:
             for asker, functions in askers.items():
                 absent = [function for function in functions if function in lost][:_MOST_FUNCTIONS]
                 yield from (f"{function} of {of.name}, needed by {asker}" for function in absent)
+
+    def examined(self, paths: Sequence[str]) -> dict[str, Needs]:
+        """The libraries of a package: Python loads each by its path, and the package may add its own folders."""
+        process, found = self.process, {}
+        own = dict.fromkeys(("the package", path.rpartition("/")[0]) for path in paths)
+        for path in paths:
+            pe = process.read(path)
+            if not isinstance(pe, Pe) or pe.machine != process.machine:
+                continue
+            failed = process.open(path, [*own, process.program, *self.added, process.system])
+            missing = [dll.name for dll in failed if not dll.path] if self.known and not process.unread else []
+            lost: list[str] = []
+            for name in pe.needed:
+                of = process.loaded.get(name.lower())
+                if of and of.pe and of.path.startswith(f"{self.lib}/"):
+                    lost += of.pe.not_exported(pe.functions(name) or ()) or ()
+            found[path] = Needs(tuple(pe.architectures() or ()), lost, missing)
+        return found
 
     def toolset(self) -> str:
         """The newest version of Visual C++ that linked the libraries which are built together with torch."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 
 from transload import machine as facts
+from transload.diagnose.binary import Needs
 from transload.diagnose.elf import Elf, Loader, Process, SharedObject, UndefinedSymbol, elements, read_elf
 from transload.diagnose.host import Host
+from transload.diagnose.pe import Pe, read_pe
 from transload.diagnose.probes.python import Distribution, assigned, installed
 from transload.diagnose.tables import CUDA_LIBRARY, table
 from transload.frozen import replace
@@ -314,8 +317,8 @@ _CONSTANTS_OF_CUDNN = 1 << 25
 _CONSTANTS_OF_TORCH = 1 << 26  # libtorch_python has 1 MB of them
 _DLL = 1 << 27
 _LISTED = re.compile(rb"\0((?:(?:sm_|compute_|gfx)\w+(?: |(?=\0)))+)\0")
-_KERNELS = ("libtorch_cuda.so", "libtorch_cuda_cu.so", "libtorch_cuda_cpp.so")
-"""The last two until torch 1.13. Others, such as libtorch_cuda_linalg, contain code that was built elsewhere."""
+_KERNELS = ("torch_cuda", "torch_cuda_cu", "torch_cuda_cpp")
+"""The last two until torch 1.13. Others, such as torch_cuda_linalg, contain code that was built elsewhere."""
 _MOST_SYMBOLS = 8  # Symbols named for each library: a wrong one lacks hundreds.
 
 
@@ -328,14 +331,14 @@ def torch_libraries(loader: Loader, python: Python, install: TorchInstall) -> fa
         dlls = DllImport(loader.host, python, install)
         return facts.TorchLibraries(
             architectures=listed,
-            cubins=Unknown("read on Linux only"),
+            cubins=_cubins(loader, install),
             needed=tuple(dlls.needed()),
             unresolved=tuple(dlls.unresolved()),
             toolset=dlls.toolset(),
             committed=dlls.committed(),
         )
     if loader.host.uname[0] != "Linux":
-        return facts.TorchLibraries(architectures=listed, cubins=Unknown("read on Linux only"))
+        return facts.TorchLibraries(architectures=listed, cubins=Unknown("read on Linux and Windows only"))
     imported = _TorchImport(loader, python.path, install)
     return facts.TorchLibraries(
         architectures=listed,
@@ -368,11 +371,13 @@ def _cubins(loader: Loader, install: TorchInstall) -> dict[str, int] | Unknown:
     if install.known and not install.cuda:
         return {}
     total: dict[str, int] = {}
-    for name in _KERNELS:
-        elf = loader.examine(f"{install.location}/lib/{name}")
-        if elf is None and name != _KERNELS[0]:
+    for stem in _KERNELS:
+        name = f"{stem}.dll" if loader.host.windows else f"lib{stem}.so"
+        path = f"{install.location}/lib/{name}"
+        if stem != _KERNELS[0] and not loader.host.exists(path):
             continue
-        codes = elf.architectures() if isinstance(elf, Elf) else elf
+        library = read_pe(loader.host.real(path)) if loader.host.windows else loader.examine(path)
+        codes = library.architectures() if isinstance(library, Elf | Pe) else library
         if not isinstance(codes, dict):
             return Unknown(f"{name}: {'not there, or not for this machine' if codes is None else codes.reason}")
         for architecture, count in codes.items():
@@ -386,30 +391,36 @@ _MOST_LIBRARIES = 64
 
 _OF_TORCH = re.compile(r"_Z(?:T[IVST]|GV)?(?:N[VKRO]*)?(?:3c10|2at|5torch)|_Z\d+THP|aoti_torch_")
 """Mangled names from the namespaces c10, at and torch."""
-_OF_DRIVER = ("libcuda.so", "libnvidia-")
-_CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so")
+_OF_DRIVER = ("libcuda.so", "libnvidia-", "nvcuda.dll", "nvml.dll")
+_CODECS = re.compile(r"lib(?:av|sw|postproc|sox)\w*\.so|(?:lib)?(?:av|sw|postproc|sox)\w*(?:-\d+)?\.dll")
 """FFmpeg and SoX: packages contain a library for each of their releases, and try one after the other."""
-_BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.so")
+_BITSANDBYTES = re.compile(r".*/libbitsandbytes_([a-z]+)(\d*)\.(?:so|dll)")
+Examine = Callable[[Sequence[str]], dict[str, Needs]]
+"""Returns what the libraries at some paths need; without those that are for another machine, or no libraries."""
 
 
-def extensions(loader: Loader, path: Sequence[str], install: TorchInstall | None) -> tuple[ExtensionPackage, ...]:
-    """The extensions on an import path, checked against the torch that would be imported."""
+def extensions(loader: Loader, python: Python, install: TorchInstall | None) -> tuple[ExtensionPackage, ...]:
+    """The extensions that a Python can import, checked against the torch that it would import."""
     host = loader.host
     packages = table("packages")["extensions"].split()
     distributions: dict[str, Distribution] = {}
-    for distribution in installed(host, path):
+    for distribution in installed(host, python.path):
         if distribution.name in packages:
             distributions.setdefault(distribution.name, distribution)  # the first on the path is imported
-    process = None
+    examine: Examine | None = None
     if distributions and host.uname[0] == "Linux":
         if install and install.location not in loader.imports:
-            _TorchImport(loader, path, install)
-        process = loader.imports[install.location] if install else Process(loader)
-    return tuple(_extension(process, install, distribution) for distribution in distributions.values())
+            _TorchImport(loader, python.path, install)
+        examine = partial(_examined, loader.imports[install.location] if install else Process(loader), install)
+    elif distributions and install and host.windows:
+        from transload.diagnose.probes.dlls import DllImport
+
+        examine = DllImport(host, python, install).examined
+    return tuple(_extension(examine, install, distribution) for distribution in distributions.values())
 
 
-def _extension(process: Process | None, install: TorchInstall | None, dist: Distribution) -> ExtensionPackage:
-    """What its metadata says, and what its libraries need in ``process``."""
+def _extension(examine: Examine | None, install: TorchInstall | None, dist: Distribution) -> ExtensionPackage:
+    """What its metadata says, and what its libraries contain and need."""
     host, module, stated = dist.host, dist.name.replace("-", "_"), dist.version
     written = assigned(host.text(f"{dist.site}/{module}/version.py", 4096) or "").get("__version__", "")
     if written.partition("+")[0] == stated.partition("+")[0]:
@@ -421,17 +432,41 @@ def _extension(process: Process | None, install: TorchInstall | None, dist: Dist
             wants = pinned[1].replace(" ", "")
             break
     bare = ExtensionPackage(dist.name, stated, wants_torch=wants, local=stated.partition("+")[2])
-    if process is None:
+    if examine is None:
         return bare
     # The libraries in RECORD, else those with its name.
-    paths = [f"{dist.site}/{path}" for path in dist.files(r'[^",\n]+\.so')]
+    end, pattern = (".pyd", r"\.(?:pyd|dll)") if host.windows else (".so", r"\.so")
+    paths = [f"{dist.site}/{path}" for path in dist.files(rf'[^",\n]+{pattern}')]
     if not host.data(f"{dist.path}/RECORD", 1):
-        paths = [*host.paths(f"{dist.site}/{module}", end=".so"), *host.paths(dist.site, module, ".so")]
+        paths = [*host.paths(f"{dist.site}/{module}", end=end), *host.paths(dist.site, module, end)]
     if dist.name == "bitsandbytes":
         paths = _bitsandbytes_library(paths, install or TorchInstall(""))
         if not paths and install:
-            return replace(bare, missing=(f"libbitsandbytes_cuda{install.cuda.replace('.', '')}.so",))
-    examined = ((path, process.loader.examine(path)) for path in paths[:_MOST_LIBRARIES])
+            name = f"libbitsandbytes_cuda{install.cuda.replace('.', '')}"
+            return replace(bare, missing=(f"{name}.dll" if host.windows else f"{name}.so",))
+    libraries = [
+        replace(
+            bare,
+            library=path,
+            architectures=tuple(needs.architectures),
+            undefined=tuple(needs.undefined[:_MOST_SYMBOLS]),
+            missing=tuple(dict.fromkeys(name for name in needs.missing if not name.startswith(_OF_DRIVER))),
+        )
+        if not any(map(_CODECS.match, needs.missing))
+        else replace(bare, library=path)
+        for path, needs in examine(paths[:_MOST_LIBRARIES]).items()
+    ]
+    libraries = [lib for lib in libraries if lib.architectures or lib.undefined or lib.missing] or libraries
+    libraries.sort(key=lambda lib: (not lib.missing, not lib.undefined, -len(lib.architectures)))  # the worst first
+    every = {name for library in libraries for name in library.architectures}
+    # cubins before PTX, each by number: sm_90a before sm_100
+    ordered = sorted(every, key=lambda name: (not name.startswith("sm_"), len(name.rstrip("af")), name))
+    return replace([*libraries, bare][0], architectures=tuple(ordered))
+
+
+def _examined(process: Process, install: TorchInstall | None, paths: Sequence[str]) -> dict[str, Needs]:
+    """The libraries of a package on Linux, in a process that has imported torch."""
+    examined = ((path, process.loader.examine(path)) for path in paths)
     elves = {path: elf for path, elf in examined if isinstance(elf, Elf)}
     missing = {path: [missing.name for missing in process.open(path)] for path in elves}
     loaded = {path: elf for path, elf in elves.items() if not any(map(_CODECS.match, missing[path]))}
@@ -447,24 +482,14 @@ def _extension(process: Process | None, install: TorchInstall | None, dist: Dist
             rest = library.not_defined(left) if left else ()
             left = left if isinstance(rest, Unknown) else rest
         lacking.update(left)
-    libraries = [
-        replace(
-            bare,
-            library=path,
-            architectures=tuple(loaded[path].architectures() or ()),
-            undefined=tuple([symbol.name for symbol in wanted.get(path, ()) if symbol in lacking][:_MOST_SYMBOLS]),
-            missing=tuple(dict.fromkeys(name for name in missing[path] if not name.startswith(_OF_DRIVER))),
+    return {
+        path: Needs(
+            tuple(elf.architectures() or ()) if path in loaded else (),
+            [symbol.name for symbol in wanted.get(path, ()) if symbol in lacking],
+            missing[path],
         )
-        if path in loaded
-        else replace(bare, library=path)
-        for path in elves
-    ]
-    libraries = [lib for lib in libraries if lib.architectures or lib.undefined or lib.missing] or libraries
-    libraries.sort(key=lambda lib: (not lib.missing, not lib.undefined, -len(lib.architectures)))  # the worst first
-    every = {name for library in libraries for name in library.architectures}
-    # cubins before PTX, each by number: sm_90a before sm_100
-    ordered = sorted(every, key=lambda name: (not name.startswith("sm_"), len(name.rstrip("af")), name))
-    return replace([*libraries, bare][0], architectures=tuple(ordered))
+        for path, elf in elves.items()
+    }
 
 
 def _bitsandbytes_library(paths: Sequence[str], install: TorchInstall) -> list[str]:
