@@ -28,7 +28,9 @@ _TEXTS = (
     (r"libnvidia-ml\.so[.\d]*", "nvml.dll"),
     (r"\blib([\w+-]+)\.so[.\d]*", r"\1.dll"),
     (r"(\w)\.so\b", r"\1.pyd"),
-    (r"cannot open shared object file: No such file or directory", "The specified module could not be found"),
+    (r"cannot open shared object file(?:: No such file or directory)?", "The specified module could not be found"),
+    (r"undefined symbol: \S+", "The specified procedure could not be found"),
+    (r"not an ELF file", "not a Windows library"),
 )
 _FOLDERS = (
     (r"^/opt/venv/lib/python3\.\d+/site-packages", SITE),

@@ -89,7 +89,7 @@ class Rule(NamedTuple):
 
 # Causes that do not exist on a system: they are about parts that it does not have.
 _ELSEWHERE = {
-    "Windows": re.compile(r"[CDJMRY]..|H0[456]|K0[1-578]|K1.|L0.|L1[23]|N0[12]|S0[1-4]|T03|U0[234589]|U1[01]|X04"),
+    "Windows": re.compile(r"[CDJMRY]..|H0[456]|K0[1-578]|K1.|L0.|L1[23]|N0[12]|S0[1-4]|T03|U0[234589]|U1[01]|X0[14]"),
     "Darwin": re.compile(r"[A-EHJ-NRSUVW]..|P0[68]|T0[1-7]|X0."),
     "Linux": re.compile(r"[WY].."),
 }
