@@ -57,6 +57,37 @@ def fix_of(steps: Steps) -> tuple[str, ...]:
     return tuple(line for step in stated if step.kind != "title" for line in step.lines)
 
 
+_SETTINGS = r"(?:export )?((?:[A-Z]\w*=\S+ ?)+)(.*)"  # compiled when needed
+_UNSET, _SHOWN, _FILTER = r"unset ((?:\w+ ?)+)", r'echo "\$(\w+)"', r"(.*)\| grep -i (\w+)"
+
+
+def for_windows(fix: Iterable[str]) -> Iterator[str]:
+    """The lines of a fix for Windows: commands for a POSIX shell become those of PowerShell and cmd.
+
+    >>> list(for_windows(["Again:", "$ CUDA_LAUNCH_BLOCKING=1 python a.py"]))[2:]
+    ["$ $env:CUDA_LAUNCH_BLOCKING = '1'; python a.py", 'In cmd:', '$ set "CUDA_LAUNCH_BLOCKING=1" && python a.py']
+    """
+    for line in fix:
+        text = step_of(line).text if line.startswith("$ ") else ""
+        powershell, cmd = [], []
+        if match := re.fullmatch(_SETTINGS, text):
+            pairs = [setting.partition("=") for setting in match[1].split()]
+            program = [match[2]] if match[2] else []
+            powershell = [f"$env:{name} = '{value}'" for name, _, value in pairs] + program
+            cmd = [f'set "{name}={value}"' for name, _, value in pairs] + program
+        elif match := re.fullmatch(_UNSET, text):
+            powershell = [f"Remove-Item Env:{name}" for name in match[1].split()]
+            cmd = [f'set "{name}="' for name in match[1].split()]
+        elif match := re.fullmatch(_SHOWN, text):
+            powershell, cmd = [f"$env:{match[1]}"], [f"echo %{match[1]}%"]
+        if powershell:
+            yield from ("In PowerShell:", f"$ {'; '.join(powershell)}", "In cmd:", f"$ {' && '.join(cmd)}")
+        elif match := re.fullmatch(_FILTER, text):
+            yield f"$ {match[1]}| findstr /i {match[2]}"
+        else:  # Windows PowerShell has no &&
+            yield from (f"$ {part}" for part in text.split(" && ")) if text else [line]
+
+
 def step_of(line: str) -> Step:
     """The step in one line of a fix.
 

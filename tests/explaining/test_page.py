@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -15,6 +16,7 @@ from tests.schema import validate
 
 import transload
 from transload.diagnose.report import judge_machine
+from transload.steps import for_windows
 
 if TYPE_CHECKING:
     import pytest
@@ -69,3 +71,34 @@ def test_json_conforms_to_the_schema() -> None:
     texts = [*(wording.text for wording in WORDINGS[::7]), "ZeroDivisionError: division by zero"]
     with mock.patch("transload.diagnose.doctor", return_value=judge_machine(no_torch_run(without_gpu()))):
         for_each(texts, lambda text: validate(transload.explain(text).to_dict(), schema))
+
+
+OF_POSIX = re.compile(r"export |unset |\w+=|.*(?:\"\$\w|&& |\| grep|python -c ')")
+ELSEWHERE = re.compile(r"(?:sudo|dmesg|docker|env|ip|ibstat|ls|ps|ulimit|nvidia-imex-ctl) |.*\bLD_LIBRARY_PATH|CC=gcc")
+"""Commands for what Windows does not have."""
+
+
+def test_commands_for_windows_are_none_of_a_posix_shell() -> None:
+    pages = (ROOT / "src" / "transload" / "explaining" / "pages").glob("*.md")
+    written = {command for page in pages for command in re.findall(r"`\$ ([^`]+)`", page.read_text("utf-8"))}
+    commands = [f"$ {command}" for command in written if not ELSEWHERE.match(command)]
+    assert len(commands) > 50
+    label, wrong = "", []
+    for line in for_windows(sorted(commands)):
+        if not line.startswith("$ "):
+            label = line
+            continue
+        if label == "In PowerShell:" or not label:
+            wrong += [line] if OF_POSIX.match(line[2:]) else []
+        label = ""
+    assert wrong == []
+
+
+def test_variables_are_set_shown_and_removed_in_both_shells_of_windows() -> None:
+    lines = ["$ unset A B", '$ echo "$A"', "$ export A=1 B=x:y", "$ pip list | grep -i cudnn", "$ a b && c d", "text"]
+    assert [*for_windows(lines)] == [
+        *("In PowerShell:", "$ Remove-Item Env:A; Remove-Item Env:B", "In cmd:", '$ set "A=" && set "B="'),
+        *("In PowerShell:", "$ $env:A", "In cmd:", "$ echo %A%"),
+        *("In PowerShell:", "$ $env:A = '1'; $env:B = 'x:y'", "In cmd:", '$ set "A=1" && set "B=x:y"'),
+        *("$ pip list | findstr /i cudnn", "$ a b", "$ c d", "text"),
+    ]

@@ -24,7 +24,7 @@ from transload.explaining.matching import ErrorMatch, KnownError, Near
 from transload.frozen import NamedTuple, Plain, Reported, replace
 from transload.render.lines import BLANK, Block, Prose, as_text
 from transload.render.words import plural, printable
-from transload.steps import step_of
+from transload.steps import for_windows, step_of
 
 if TYPE_CHECKING:
     from transload.diagnose.report import Diagnosis
@@ -340,7 +340,8 @@ def _answer(matched: ErrorMatch) -> Answer:
     for name in sections:
         error = error._replace(**matching.variant(name))
     cause, wrong = error.cause.format_map(values), error.wrong.format_map(values)
-    fix = tuple(line.format_map(values) for line in error.fix) or doctor_steps(error.doctor)
+    lines = tuple(line.format_map(values) for line in error.fix)
+    fix = (tuple(for_windows(lines)) if os.name == "nt" else lines) or doctor_steps(error.doctor)
     said, number = matched.source.lines_at(matched.start, matched.end)
     main = error.code, error.role, cause, fix, wrong, said[:_LONGEST], number
     kept = tuple((name, value) for name, value in matched.values.items() if value.strip("…"))
