@@ -41,8 +41,7 @@ INPUTS = {
 """The files that each kind of installation is made from."""
 
 ON_WINDOWS = ["formats", "judge", "io", "opening", "loading", "saving", "writing", "retagging", "converting"]
-ON_WINDOWS += ["verifying", "rescuing", "cli", "render", "diagnose/rules", "diagnose/test_windows_commands.py"]
-ON_WINDOWS += ["diagnose/test_pe.py", "diagnose/probes/test_windows.py"]
+ON_WINDOWS += ["verifying", "rescuing", "cli", "render", "explaining", "diagnose"]
 """The tests that make sense there."""
 
 

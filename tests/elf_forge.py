@@ -21,7 +21,7 @@ from types import MappingProxyType
 MACHINES = {"x86_64": (62, 6), "aarch64": (183, 1025)}
 """The ELF number of a machine, and of its GLOB_DAT relocation, which makes the loader store the address of a symbol."""
 
-NATIVE = platform.machine()
+NATIVE = {"AMD64": "x86_64", "ARM64": "aarch64"}.get(platform.machine(), platform.machine())
 """The machine that the tests run on: only libraries for it can be loaded."""
 LOADABLE = sys.platform == "linux" and NATIVE in MACHINES
 """Whether the loader of this machine can load what ``library()`` builds."""

@@ -58,7 +58,7 @@ def fix_of(steps: Steps) -> tuple[str, ...]:
 
 
 _SETTINGS = r"(?:export )?((?:[A-Z]\w*=\S+ ?)+)(.*)"  # compiled when needed
-_UNSET, _SHOWN, _FILTER = r"unset ((?:\w+ ?)+)", r'echo "\$(\w+)"', r"(.*)\| grep -i (\w+)"
+_UNSET, _SHOWN, _FILTER = r"unset ((?:\w+ ?)+)", r'echo "\$(\w+)"', r"(.*)\| grep (?:-i )?(\w+)"
 
 
 def for_windows(fix: Iterable[str]) -> Iterator[str]:
@@ -83,7 +83,7 @@ def for_windows(fix: Iterable[str]) -> Iterator[str]:
         if powershell:
             yield from ("In PowerShell:", f"$ {'; '.join(powershell)}", "In cmd:", f"$ {' && '.join(cmd)}")
         elif match := re.fullmatch(_FILTER, text):
-            yield f"$ {match[1]}| findstr /i {match[2]}"
+            yield f"$ {match[1].replace('ps aux', 'tasklist')}| findstr /i {match[2]}"
         else:  # Windows PowerShell has no &&
             yield from (f"$ {part}" for part in text.split(" && ")) if text else [line]
 

@@ -10,6 +10,7 @@ from tests.each import each
 from transload.diagnose.children import in_fork
 from transload.machine import Unknown
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 TIMED_OUT = Unknown("no answer within 1 s")
 
 

@@ -24,7 +24,7 @@ from transload.diagnose.report import judge_machine
 from transload.diagnose.saved import machine_from
 from transload.machine import ChildAnswer, DriverLibraries, Hardware, Kernel
 
-needs_forge = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
+needs_forge = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this system")
 
 
 def host(
@@ -66,7 +66,9 @@ def test_probing_a_tree_does_not_query_the_driver_of_this_machine(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     machine = probe(torch=False, host=TreeHost(root=str(tmp_path)))
-    assert machine.driver.cuda.answer.state == machine.driver.nvml.answer.state == "no-library"
+    # Windows says the same of a library that is absent and of one that lacks another.
+    absent = "not-loadable" if sys.platform == "win32" else "no-library"
+    assert machine.driver.cuda.answer.state == machine.driver.nvml.answer.state == absent
     assert machine.driver.experiments == ()
     assert (machine.platform.machine, machine.platform.kernel, machine.platform.libc) == ("x86_64", "", "")
     assert not machine.platform.root
@@ -181,7 +183,7 @@ def test_progress_names_the_line_where_torch_hangs(tmp_path: Path, monkeypatch: 
     for timeout in (1.0, 10.0):  # a busy machine may need more than a second to start it
         machine = probe(host=waiting_host, timeout=timeout, progress=messages.append)
         assert machine.torch_run.answer.state == "hung"
-        if f"running torch: import, at {tmp_path}/torch/__init__.py:4" in messages:
+        if f"running torch: import, at {tmp_path / 'torch' / '__init__.py'}:4" in messages:
             return
     pytest.fail(f"no message names the line: {messages}")
 
@@ -219,8 +221,10 @@ def test_keyboard_interrupt_ends_all_children(tmp_path: Path, monkeypatch: pytes
         probe(host=host(tmp_path, torch=WAITS_FOR_GO), progress=interrupt)
     assert len(started) == 3
     for child in started:
-        with pytest.raises(ProcessLookupError):
-            os.kill(child.pid, 0)
+        assert child.ended()
+        if os.name == "posix":  # on Windows, signal 0 is Ctrl-C
+            with pytest.raises(ProcessLookupError):
+                os.kill(child.pid, 0)
 
 
 def test_own_children_are_not_reported_as_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

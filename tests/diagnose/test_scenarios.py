@@ -25,7 +25,7 @@ print(json.dumps(wrong_diagnoses(sys.argv[1], Path(sys.argv[2]))))
 """
 
 
-@pytest.mark.skipif(not LOADABLE, reason="the forge cannot build a driver for this architecture")
+@pytest.mark.skipif(not LOADABLE, reason="the forge cannot build a driver for this system")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_doctor_names_the_cause_on_every_host(name: str, tmp_path: Path) -> None:
     process = forks.run("-c", PROGRAM, name, tmp_path, imports=("tests.diagnose.scenarios",))
@@ -45,7 +45,7 @@ print(json.dumps({name: wrong_windows_diagnosis(name, folder / str(at)) for at, 
 """
 
 
-@pytest.mark.skipif(not LOADABLE, reason="the forge cannot build a driver for this architecture")
+@pytest.mark.skipif(not LOADABLE, reason="the forge cannot build a driver for this system")
 @pytest.mark.parametrize("which", ["", "hangs"])
 def test_doctor_names_the_cause_on_windows(which: str, tmp_path: Path) -> None:
     process = forks.run("-c", WINDOWS, which, tmp_path, imports=("tests.diagnose.windows_scenarios",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -186,5 +187,6 @@ def test_pickled_diagnosis_can_be_printed_in_another_process(tmp_path: Path) -> 
     path.write_bytes(pickle.dumps(judge_machine(BROKEN)))
     program = "import pickle, sys; print(pickle.load(open(sys.argv[1], 'rb')))"
     command = [sys.executable, "-c", program, str(path)]
-    process = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONPATH": str(forks.SOURCE)})
+    environ = {**os.environ, "PYTHONPATH": str(forks.SOURCE), "PYTHONUTF8": "1"}
+    process = subprocess.run(command, capture_output=True, encoding="utf-8", check=True, env=environ)
     assert "cuInit returned 999" in process.stdout

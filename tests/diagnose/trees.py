@@ -17,6 +17,7 @@ Trees are written for x86-64. A host of another architecture sets it in ``uname`
 from __future__ import annotations
 
 import os
+import posixpath
 import shutil
 import stat
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from transload.diagnose.host import Host
+from transload.diagnose.windows import MemoryStatus, Registry, WindowsDevice
 from transload.machine import Unknown
 
 VERSION: Final = "580.159.04"
@@ -106,7 +108,7 @@ class TreeHost(Host):
     def target(self, path: str) -> str:
         resolved, rest, links = "/", path.strip("/").split("/"), 0
         while rest:
-            current = os.path.normpath(f"{resolved.rstrip('/')}/{rest.pop(0)}")
+            current = posixpath.normpath(f"{resolved.rstrip('/')}/{rest.pop(0)}")
             link = self._readlink(current)
             if not link or links > LINKS:
                 resolved = current
@@ -118,6 +120,15 @@ class TreeHost(Host):
 
     def kernel_ring(self, size: int) -> Unknown:
         return Unknown(f"the log of a tree is in its files, not in {size} bytes of the kernel")
+
+    def registry(self, key: str) -> Registry | Unknown:
+        return Unknown(f"{key} does not exist")
+
+    def devices(self) -> tuple[WindowsDevice, ...] | Unknown:
+        return Unknown("a tree has no devices")
+
+    def memory_status(self) -> MemoryStatus:
+        return MemoryStatus()
 
     def open_error(self, path: str) -> str:
         device = self.device_nodes.get(self.target(path))

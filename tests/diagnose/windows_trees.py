@@ -10,6 +10,7 @@ neither in paths nor in the registry.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,7 +50,8 @@ class WindowsTree(TreeHost):
         real = self.root
         for name in path.replace(":", "", 1).strip("/").split("/"):
             folder = Path(real)
-            alike = [] if (folder / name).exists() or not folder.is_dir() else [*folder.iterdir()]
+            found = os.name == "posix" and (folder / name).exists()
+            alike = [] if found or not folder.is_dir() else [*folder.iterdir()]
             same = (entry.name for entry in alike if entry.name.lower() == name.lower())
             real = f"{real}/{next(same, name)}"
         return real

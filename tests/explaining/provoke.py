@@ -735,10 +735,10 @@ def mps_device(_: Path) -> object:
 
 
 @provokes("backend-not-built")
-def build_without_nccl(_: Path) -> object:
+def build_without_nccl(folder: Path) -> object:
     import torch.distributed as dist
 
-    store = dist.HashStore()
+    store = dist.FileStore(str(folder / "store"), 1)
     with mock.patch("torch.distributed.distributed_c10d.is_nccl_available", return_value=False):
         return dist.init_process_group("nccl", store=store, rank=0, world_size=1)
 
@@ -759,10 +759,10 @@ def no_process_group(_: Path) -> object:
 
 
 @provokes("ddp-device-ids")
-def device_ids_for_cpu_model(_: Path) -> object:
+def device_ids_for_cpu_model(folder: Path) -> object:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     try:
         return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[0])
     finally:
@@ -770,12 +770,13 @@ def device_ids_for_cpu_model(_: Path) -> object:
 
 
 @provokes("group-twice", since=(2, 2))
-def two_process_groups(_: Path) -> object:
+def two_process_groups(folder: Path) -> object:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        return dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     finally:
         dist.destroy_process_group()
 
@@ -787,7 +788,8 @@ def port_in_use(_: Path) -> object:
     import torch.distributed as dist
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return dist.TCPStore("127.0.0.1", server.getsockname()[1], 1, is_master=True)
+        port, libuv = server.getsockname()[1], sys.platform != "win32"  # the wheels for Windows have no libuv
+        return dist.TCPStore("127.0.0.1", port, 1, is_master=True, use_libuv=libuv)
 
 
 @provokes("cpu-memory-full")

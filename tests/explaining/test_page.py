@@ -74,7 +74,7 @@ def test_json_conforms_to_the_schema() -> None:
 
 
 OF_POSIX = re.compile(r"export |unset |\w+=|.*(?:\"\$\w|&& |\| grep|python -c ')")
-ELSEWHERE = re.compile(r"(?:sudo|dmesg|docker|env|ip|ibstat|ls|ps|ulimit|nvidia-imex-ctl) |.*\bLD_LIBRARY_PATH|CC=gcc")
+ELSEWHERE = re.compile(r"(?:sudo|dmesg|docker|env|ip|ibstat|ls|ulimit|nvidia-imex-ctl) |.*\bLD_LIBRARY_PATH|CC=gcc")
 """Commands for what Windows does not have."""
 
 
@@ -95,10 +95,18 @@ def test_commands_for_windows_are_none_of_a_posix_shell() -> None:
 
 
 def test_variables_are_set_shown_and_removed_in_both_shells_of_windows() -> None:
-    lines = ["$ unset A B", '$ echo "$A"', "$ export A=1 B=x:y", "$ pip list | grep -i cudnn", "$ a b && c d", "text"]
+    lines = [
+        "$ unset A B",
+        '$ echo "$A"',
+        "$ export A=1 B=x:y",
+        "$ pip list | grep -i cudnn",
+        "$ ps aux | grep python",
+        "$ a b && c d",
+        "text",
+    ]
     assert [*for_windows(lines)] == [
         *("In PowerShell:", "$ Remove-Item Env:A; Remove-Item Env:B", "In cmd:", '$ set "A=" && set "B="'),
         *("In PowerShell:", "$ $env:A", "In cmd:", "$ echo %A%"),
         *("In PowerShell:", "$ $env:A = '1'; $env:B = 'x:y'", "In cmd:", '$ set "A=1" && set "B=x:y"'),
-        *("$ pip list | findstr /i cudnn", "$ a b", "$ c d", "text"),
+        *("$ pip list | findstr /i cudnn", "$ tasklist | findstr /i python", "$ a b", "$ c d", "text"),
     ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tests.explaining.provoke import PROVOCATIONS, Provocation
 from tests.release import RELEASE
 
@@ -31,12 +33,22 @@ def test_provoked_error_is_explained(provocation: Provocation, tmp_path: Path) -
         pytest.importorskip("safetensors")
     if provocation.code == "unknown-architecture":
         pytest.importorskip("setuptools")  # torch.utils.cpp_extension imports it
+    if sys.platform == "win32" and provocation.code in ("load-folder", "path-of-another-system"):
+        pytest.skip("Windows says only that a folder may not be opened, and paths of Windows are its own")
     error = provocation.error(tmp_path)
     assert error, "torch reported nothing"
     explanation = transload.explain(error, checks=False)
     assert [answer.code for answer in explanation.answers] == [provocation.code]
     assert explanation.known
     assert not explanation.unknown
+
+
+@pytest.mark.skipif(sys.platform != "win32", reason="needs a torch without libuv")
+def test_torch_without_libuv_is_explained() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True, use_libuv=True)
+    (answer,) = transload.explain(caught.value, checks=False).answers
+    assert (answer.code, answer.fix[1]) == ("no-libuv", "$ $env:USE_LIBUV = '0'; torchrun program.py")
 
 
 def test_every_provocation_has_a_known_code() -> None:

@@ -50,7 +50,9 @@ _CUT_OFF = (b"  File ", b"Timeout (", b"Thread 0x", b"Current thread 0x", b"Stac
 """The beginnings of its lines: the last one is incomplete if the child was killed while it printed the stack."""
 _FATAL = "Fatal Python error: "
 _FRAME = re.compile(r'File "([^"<][^"]*)", line (\d+)')
-_STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)")
+_STANDARD_LIBRARY = re.compile(
+    r"/lib(?:64)?/python\d[^/]*/(?!(?:site|dist)-packages/)|^[A-Z]:\\(?:(?!site-packages).)*\\Lib\\(?!.*site-packages)"
+)
 
 
 class Question(Frozen):
@@ -298,11 +300,13 @@ class Child(AbstractContextManager["Child"]):
 
 
 def _innermost_line(stack: Iterable[bytes]) -> str:
-    """The innermost line in a stack; one of the standard library only if there is no other.
+    r"""The innermost line in a stack; one of the standard library only if there is no other.
 
     >>> lines = b'File "/usr/lib/python3.11/threading.py", line 327 in wait', b'File "/x/torch/a.py", line 3 in f'
     >>> _innermost_line(lines)
     '/x/torch/a.py:3'
+    >>> print(_innermost_line([rb'File "C:\Python\Lib\threading.py", line 3', rb'File "C:\x\torch\a.py", line 3']))
+    C:\x\torch\a.py:3
     """
     frames = (_FRAME.search(line.decode("utf-8", "replace")) for line in stack)
     lines = [":".join(frame.groups()) for frame in frames if frame]

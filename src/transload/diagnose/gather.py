@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from errno import ENOTDIR
 from tempfile import TemporaryDirectory
 from time import monotonic, sleep
 
@@ -86,6 +87,8 @@ class Gathering:
                 with suppress(FileNotFoundError):
                     self._last_result = os.stat(os.path.join(folder, RESULT)).st_mtime_ns
         with _using(self.folder), suppress(FileNotFoundError):
+            if os.path.isfile(self.folder):  # Windows says that what is below it does not exist
+                raise NotADirectoryError(ENOTDIR, os.strerror(ENOTDIR))
             os.unlink(self._report_path(self.folder))  # from an earlier run
 
     def exchange(self, report: str, conclude: Conclude, python: str = "", broken: str = "") -> int:

@@ -6,7 +6,9 @@ here alone (free space, variables and release of pip) is looked up. Nothing is i
 
 from __future__ import annotations
 
+import ntpath
 import os
+import posixpath
 import re
 import shutil
 import tempfile
@@ -387,7 +389,8 @@ def no_room(machine: Machine) -> Reason | None:
         return Reason(f"there is room now; torch needs about {size(needed)}", tuple(lines), fits=False)
     fix: Steps = ("Free some space there, also in pip's cache:", fixes.command("python -m pip cache purge"))
     if full == [next(iter(folders))]:
-        elsewhere = fixes.set_variable(machine, temporary, os.path.join(machine.python.prefix, "tmp"))
+        path = ntpath if machine.platform.system == "Windows" else posixpath  # of the machine, which may be another
+        elsewhere = fixes.set_variable(machine, temporary, path.join(machine.python.prefix, "tmp"))
         fix = ("Create a folder for temporary files on a disk with more room, and name it:", *elsewhere)
     elif _gpu(machine) is False:
         fix = (*fix, "The build for the CPU is much smaller:", *fixes.install_torch(machine, gpu=False))

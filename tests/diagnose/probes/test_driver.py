@@ -37,7 +37,7 @@ from transload.machine import ChildAnswer, Cuda, CudaGpu, Nvml, NvmlGpu
 TIMEOUT = 300.0
 CODES = (3, 34, 35, 46, 100, 101, 102, 214, 222, 304, 802, 803, 804, 805, 807, 999)
 
-loadable = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this architecture")
+loadable = pytest.mark.skipif(not LOADABLE, reason="the forge cannot build libraries for this system")
 
 
 class ForgedHost:

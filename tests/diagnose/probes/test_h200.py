@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
 from tests.diagnose.trees import Device, Tree, TreeHost, tree_host
 from tests.each import each
 
@@ -103,6 +105,7 @@ def test_device_nodes(tmp_path: Path) -> None:
     assert facts.majors["nvidia-nvswitch"] == 239
 
 
+@pytest.mark.skipif(not hasattr(os, "makedev"), reason="needs the numbers of device nodes")
 @each("node", ["nvidiactl", "nvidia0", "nvidia_uvm"])
 @each("error", ["ENOENT", "EACCES"])
 def test_node_that_is_missing_or_denied(tmp_path: Path, node: str, error: str) -> None:

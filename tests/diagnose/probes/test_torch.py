@@ -385,7 +385,7 @@ def test_installed_torch(tmp_path: Path) -> None:
     host = Host(cwd=str(tmp_path))
     facts = torch(host, python(host))
     assert facts.first is not None
-    assert facts.first.location == str(Path(real.__file__).parent)
+    assert facts.first.location == Path(real.__file__).parent.as_posix()
     assert facts.first.version == real.__version__
     assert facts.first.cuda == (real.version.cuda or "")
     assert facts.first.missing == facts.first.altered == facts.first.unlisted == ()

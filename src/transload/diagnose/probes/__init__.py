@@ -71,7 +71,7 @@ def probe(
             return default
 
     def waiting(words: str) -> Callable[[str], object]:
-        return lambda where: progress(f"{words}: {where}")
+        return lambda where: progress(f"{words}: {where}" if where else words)
 
     with ExitStack() as children:
 

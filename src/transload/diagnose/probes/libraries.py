@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -224,7 +225,9 @@ class _TorchImport:
             return bundled, "torch"
         # The run path shows whether this torch takes NVIDIA's libraries from their wheels.
         torch_libraries = (library for library in self.process.opened if library.path.startswith(location))
-        folders = (os.path.normpath(folder) for library in torch_libraries for folder in self.loader.run_path(library))
+        folders = (
+            posixpath.normpath(folder) for library in torch_libraries for folder in self.loader.run_path(library)
+        )
         if not any(folder.startswith(f"{site}/nvidia/") for folder in folders):
             return "", ""
         fitting = [path for path in self.owners if os.path.basename(path) == name]
@@ -236,7 +239,7 @@ class _TorchImport:
     def _clean(self, path: str, expected: str) -> str:
         """The path without ``..``, spelled as ``expected`` if it is the same file."""
         target = self.loader.host.target
-        spellings = (spelling for spelling in (expected, os.path.normpath(path)) if path and spelling)
+        spellings = (spelling for spelling in (expected, posixpath.normpath(path)) if path and spelling)
         return next((spelling for spelling in spellings if target(spelling) == target(path)), path)
 
     def _version(self, path: str) -> str:
