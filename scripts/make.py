@@ -125,6 +125,8 @@ def create_environment() -> None:
     ]
     for command in ([*create, "--without-pip", VENV], outside):
         if subprocess.run(command, check=False).returncode:
+            if WINDOWS:
+                sys.exit(f"make: '{sys.executable}' has no pip, and cannot make a virtual environment with one.")
             sys.exit(
                 f"make: '{sys.executable}' cannot make a virtual environment. Debian and Ubuntu keep that part of\n"
                 "Python in the package python3-venv; or name another interpreter: make PYTHON=/path/to/python3"
