@@ -24,7 +24,8 @@ from transload.errors import CannotReadError
 from transload.findings import Problem
 from transload.formats import read_source, sets
 from transload.formats.sets.merger import Merger
-from transload.io.folder import MAX_ENTRIES, Folder, Listing, folder_of, relative_path
+from transload.io.folder import MAX_ENTRIES, Folder, Listing, relative_path
+from transload.io.paths import folder_of
 from transload.io.sources import BytesSource, FileSource, Source
 from transload.loading import load
 from transload.opening import inspect

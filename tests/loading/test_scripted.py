@@ -17,7 +17,7 @@ from torch import nn
 import transload
 from transload.errors import LoadError
 from transload.formats import read_source
-from transload.io.sources import open_source
+from transload.io.paths import open_source
 from transload.loading.trusted import load_program
 from transload.opening import CheckpointFile
 

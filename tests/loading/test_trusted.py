@@ -26,7 +26,7 @@ from torch import nn
 from transload import MissingClassError, MissingModuleError
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.formats import read_source
-from transload.io.sources import open_source
+from transload.io.paths import open_source
 from transload.loading.placement import DeviceMap, Plan
 from transload.loading.trusted import load_trusted
 from transload.opening import CheckpointFile

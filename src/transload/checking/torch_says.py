@@ -23,7 +23,7 @@ from transload.errors import TransloadError
 from transload.findings import packaged
 from transload.formats.rare_opcodes import REFUSED, WEIGHTS_ONLY
 from transload.frozen import Frozen, Plain, replace
-from transload.io.sources import is_folder, open_source
+from transload.io.paths import is_folder, open_source
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.nodes import Pickle, short

@@ -117,19 +117,23 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     """
     from contextlib import suppress
     from glob import glob
-    from os.path import isdir, isfile, join, lexists, normpath
+    from os.path import isfile, join, lexists, normpath
+
+    from transload.io.paths import is_folder
+    from transload.io.sources import is_url
 
     paths: list[str] = []
     for name in names:
-        for path in [name] if lexists(name) else sorted(glob(name)) or [name]:
+        for path in [name] if is_url(name) or lexists(name) else sorted(glob(name)) or [name]:
             roles: dict[str, str] = {}
             saved_as = {"member", "beside"}
-            if isdir(path):
+            if is_folder(path):
                 from transload.opening import inspect
 
                 with suppress(CannotReadError):  # reported when it is opened
                     checkpoint = inspect(path)
-                    roles = {join(path, normpath(part.name)): part.role for part in checkpoint.parts}
+                    here = f"{path.rstrip('/')}/{{}}".format if is_url(path) else partial(join, path)
+                    roles = {here(normpath(part.name)): part.role for part in checkpoint.parts}
                     saved_as |= {""} if checkpoint.traits.ranks else set()
             inside = [file for file, role in roles.items() if role == "candidate"]
             if parts and not inside:

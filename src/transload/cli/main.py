@@ -128,10 +128,11 @@ def _dispatch(argv: list[str]) -> Outcome:
         # Programs get the error as JSON; people read it on stderr.
         if getattr(arguments, "json", False) and isinstance(error, TransloadError):
             from transload.cli.output import write_json
+            from transload.io.sources import shown
             from transload.render.json import error_to_dict
 
             path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
-            write_json([error_to_dict(path, error)])
+            write_json([error_to_dict(shown(path), error)])
         raise
     return code
 

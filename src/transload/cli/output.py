@@ -100,6 +100,8 @@ def for_each(
     """
     done: dict[int, Any] = {}
     failed: dict[int, TransloadError] = {}
+    from transload.io.sources import shown
+
     for place, path in enumerate(paths):
         try:
             if finish:
@@ -108,14 +110,14 @@ def for_each(
         except Exception as error:  # noqa: BLE001, PERF203  a bug with one file must not hide the others
             from transload.errors import TransloadError
 
-            failed[place] = error if isinstance(error, TransloadError) else as_bug(error, path)
+            failed[place] = error if isinstance(error, TransloadError) else as_bug(error, shown(path))
             print_error(failed[place])
     results = list(done.values())
     if arguments.json:
         from transload.render.json import error_to_dict
 
         documents = [
-            error_to_dict(path, failed[place]) if place in failed else done[place].to_dict()
+            error_to_dict(shown(path), failed[place]) if place in failed else done[place].to_dict()
             for place, path in enumerate(paths)
         ]
         if paths[1:] and [*arguments.paths] == paths[:1]:  # a directory, and what is beside the checkpoint in it

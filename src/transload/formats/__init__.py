@@ -98,7 +98,7 @@ def _not_a_checkpoint(source: Source, what: Foreign, index: ZipIndex | None = No
 
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
-    index = read_index(source)
+    index = read_index(source, headers=verify)
     if not index.ok:
         from transload.formats.foreign import Excerpt, mangled
 

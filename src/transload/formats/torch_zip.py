@@ -91,7 +91,7 @@ class Archive:
 
     def __init__(self, path: str, nbytes: int, index: ZipIndex, read: Callable[[Record, int], Payload]) -> None:
         self.path, self.nbytes = path, nbytes
-        self.root, self.records = index.root, index.records
+        self.root, self.records, self.unread = index.root, index.records, index.unread
         self.problems = Problems(index.problems)
         self.read = read
         self.source: Source | None = None
@@ -197,6 +197,8 @@ def read_tree(pickle: Pickle, table: StorageTable, *, separator: str = "/") -> T
 def container_facts(archive: Archive, names: Iterable[str], problems: Problems) -> list[tuple[str, str]]:
     """The folder of an archive, and the text of its small records, stripped."""
     facts = [("folder", archive.root)]
+    if archive.unread:
+        facts.append(("headers of records", f"{archive.unread:,} are compared with the directory when they are read"))
     for name in names:
         payload = archive.get(name, MAX_TEXT_RECORD)
         if payload is not None and payload.problem:

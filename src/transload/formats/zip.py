@@ -14,6 +14,7 @@ headers are first compared with the one before.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from struct import Struct
 from zlib import crc32
 from zlib import error as zlib_error
@@ -21,7 +22,7 @@ from zlib import error as zlib_error
 from transload.checkpoint import Record
 from transload.findings import Problem, Problems
 from transload.frozen import NamedTuple
-from transload.io.sources import Source
+from transload.io.sources import Claim, Source
 
 # The structures; each begins with its signature.
 LOCAL = Struct("<4s5H3L2H")
@@ -54,6 +55,7 @@ _ENCRYPTED = (
 )
 _WINDOW = 4096
 _WIDE_WINDOW = 256 << 10
+_LONGEST_EXTRA = 0xFFFF
 _NARROW = 8 << 10  # if there are fewer bytes between headers, many are read at a time
 _new = tuple.__new__  # makes a named tuple without calling its __new__, which is a Python function
 
@@ -155,6 +157,8 @@ class ZipIndex(NamedTuple):
     records: dict[str, Record]
     problems: tuple[Problem, ...]
     ok: bool = True
+    unread: int = 0
+    """How many records of a file elsewhere have headers that are read, and compared, only when the records are."""
 
     @property
     def names(self) -> list[str]:
@@ -183,8 +187,12 @@ def ends_like_zip(source: Source) -> bool:
     return any(0 <= place < end and source.read(place, 4) == b"PK\x01\x02" for place in places)
 
 
-def read_index(source: Source) -> ZipIndex:
-    """Read the central directory and every local header, and compare them. Never raises for bad content."""
+def read_index(source: Source, *, headers: bool = False) -> ZipIndex:
+    """Read the central directory and every local header, and compare them. Never raises for bad content.
+
+    Of a ``far`` source, local headers are read only with ``headers``: where records are follows from the directory,
+    and each header is compared when its record is read.
+    """
     problems = Problems()
     try:
         start, size, count = find_directory(source, problems)
@@ -194,11 +202,12 @@ def read_index(source: Source) -> ZipIndex:
         return ZipIndex("", {}, tuple(problems), ok=False)
     check_names(entries, problems)
     root = find_root(entries, problems)
-    records = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems)
+    inferred = _infer_offsets(source, entries, start) if source.far and not headers else {}
+    records = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems, inferred)
     if not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries):
         problems.add("no-checksums", detail="every checksum in it is zero: it was saved with checksums switched off")
         records = {name: record._replace(crc32=None) for name, record in records.items()}
-    return ZipIndex(root or "", records, tuple(problems))
+    return ZipIndex(root or "", records, tuple(problems), unread=len(inferred))
 
 
 class _NoDirectoryError(Exception):
@@ -360,15 +369,80 @@ def _extra_fields(extra: bytes) -> Iterator[tuple[int, int, bytes]]:
         position += 4 + length
 
 
+def _infer_offsets(source: Source, entries: list[DirectoryEntry], data_end: int) -> dict[int, int]:
+    """Where the bytes of records are, by their headers: right before the next header, or its descriptor before that.
+
+    That is how every program writes archives; where it cannot be, and where the header is at hand, it must be read.
+    """
+    offsets: dict[int, int] = {}
+    following = data_end
+    for raw_name, flags, _, _, stored, size, header in sorted(entries, key=lambda entry: -entry[6]):
+        wide = max(stored, size, header) >= ALL32
+        descriptor = (DESCRIPTOR64 if wide else DESCRIPTOR).size if flags & 8 and size else 0
+        offset = following - descriptor - stored
+        named = header + LOCAL.size + len(raw_name)
+        if named <= offset <= named + _LONGEST_EXTRA and not source.holds(header, named - header):
+            offsets[header] = offset
+        following = header
+    return offsets
+
+
+def _wrong_header(entry: DirectoryEntry, name: str, offset: int, raw: bytes) -> str:
+    """What is wrong with a local header that was not read when the directory was; ``raw`` is all before the bytes."""
+    problems = Problems()
+    if raw[:4] != b"PK\x03\x04" or len(raw) < LOCAL.size:
+        return f"{name}: no record header at byte {entry.header}"
+    begin, n_name, n_extra = _LOCAL_IN_SHORT.unpack_from(raw)
+    extra = raw[30 + n_name :]
+    if raw[30 : 30 + n_name] != entry.raw_name:
+        return f"{name}: the record's own header has another name"
+    if entry.size and entry.header + 30 + n_name + n_extra != offset:
+        return f"{name}: the record's own header puts its bytes elsewhere than the directory"
+    _compare_header(begin, entry, extra, name, problems)
+    return f"{name}: {problems[0].detail}" if problems else ""
+
+
+def _compare_header(begin: bytes, entry: DirectoryEntry, extra: bytes, name: str, problems: Problems) -> bool:
+    """Note where a local header differs from the directory; whether it is as torch writes it.
+
+    torch and zipfile use the directory; readers that stream use the local header. They must agree.
+    """
+    _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
+    later = flags & 8  # a zero means that the number follows the data, as torch writes it
+    plain = flags == entry.flags and method == entry.method and bool(later) and not (crc or stored or size)
+    if ALL32 in (stored, size):
+        size, stored = widen(extra, size, stored)
+    if (flags ^ entry.flags) & _ENCRYPTION_FLAGS or method != entry.method:
+        problems.add("zip-headers-differ", name, "flags or method differ between header and directory")
+    sizes = ((stored, entry.stored), (size, entry.size))
+    if any(mine != listed and (mine or not later) for mine, listed in sizes):
+        problems.add("zip-headers-differ", name, "the size differs between header and directory")
+    if crc != entry.crc32 and (crc or not later):
+        problems.add("zip-crc-differs", name, "the checksum differs between header and directory")
+    return plain
+
+
 def _read_locals(
-    source: Source, entries: list[DirectoryEntry], data_end: int, prefix: str, problems: Problems
+    source: Source,
+    entries: list[DirectoryEntry],
+    data_end: int,
+    prefix: str,
+    problems: Problems,
+    inferred: dict[int, int],
 ) -> dict[str, Record]:
-    """Each record, with its offset from its local header.
+    """Each record, with its offset from its local header, unless that is ``inferred``.
 
     Records have the names of ``names_below``. Most headers begin with the same bytes as the one before, which agreed
     with the directory.
     """
     window, base = b"", 0
+    claims: list[Claim] = []
+    fetched: dict[int, bytes] = {}
+    if source.far:
+        unknown = [entry for entry in entries if entry.header not in inferred]
+        unknown = [entry for entry in unknown if not source.holds(entry.header, 30 + len(entry.raw_name))]
+        raw = source.read_all([(entry.header, 30 + len(entry.raw_name) + 64) for entry in unknown])
+        fetched = dict(zip((entry.header for entry in unknown), raw, strict=True))
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []
@@ -376,11 +450,17 @@ def _read_locals(
     plain, plain_flags, plain_method = b"", -1, -1
     for entry, name in zip(entries, names_below([entry[0] for entry in entries], prefix), strict=True):
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
+        if inferred and header in inferred:
+            offset = inferred[header]
+            claims.append(Claim(header, offset, partial(_wrong_header, entry, name, offset)))
+            spans.append((header, offset + entry_stored, name))
+            records[name] = _new(Record, (name, offset, entry_size, entry_stored, entry_crc, entry_method))
+            continue
         need = 30 + len(raw_name)
         at = header - base
         if at < 0 or at + need > len(window):
             base, at = header, 0
-            window = source.read(base, max(need, _WIDE_WINDOW if wide > 0 else _WINDOW))
+            window = fetched.get(header, b"") or source.read(base, max(need, _WIDE_WINDOW if wide > 0 else _WINDOW))
             wide -= len(window)
         if at + need > len(window) or window[at : at + 4] != b"PK\x03\x04":
             problems.add("zip-no-local-header", name, f"no record header at byte {header}")
@@ -391,20 +471,10 @@ def _read_locals(
         if window[at + 30 : at + 30 + n_name] != raw_name:
             problems.add("zip-names-differ", name, "the record's own header has another name")
         if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
-            # torch and zipfile use the directory; readers that stream use the local header. They must agree.
-            _, _, flags, method, _, _, crc, stored, size = _LOCAL_NUMBERS.unpack(begin)
-            later = flags & 8  # a zero means that the number follows the data, as torch writes it
-            if flags == entry_flags and method == entry_method and later and not (crc or stored or size):
-                plain, plain_flags, plain_method = begin, flags, method
-            if ALL32 in (stored, size):
-                size, stored = widen(source.read(offset - n_extra, n_extra), size, stored)
-            if (flags ^ entry_flags) & _ENCRYPTION_FLAGS or method != entry_method:
-                problems.add("zip-headers-differ", name, "flags or method differ between header and directory")
-            sizes = ((stored, entry_stored), (size, entry_size))
-            if any(mine != listed and (mine or not later) for mine, listed in sizes):
-                problems.add("zip-headers-differ", name, "the size differs between header and directory")
-            if crc != entry_crc and (crc or not later):
-                problems.add("zip-crc-differs", name, "the checksum differs between header and directory")
+            wide_sizes = begin[-8:-4] == b"\xff" * 4 or begin[-4:] == b"\xff" * 4
+            extra = source.read(offset - n_extra, n_extra) if wide_sizes else b""
+            if _compare_header(begin, entry, extra, name, problems):
+                plain, plain_flags, plain_method = begin, entry_flags, entry_method
         end = offset + entry_stored
         spans.append((header, end, name))
         if end > file_size:
@@ -422,6 +492,7 @@ def _read_locals(
     if reach > data_end:
         problems.add("zip-overlap", owner, "reaches into the directory")
     records.pop("", None)
+    source.expect(claims)
     return records
 
 

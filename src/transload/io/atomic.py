@@ -23,7 +23,7 @@ from typing import Any
 
 from transload.errors import CannotWriteError, ForbiddenWriteError, FullDiskError, NoDirectoryError, UsageError
 from transload.findings import quoted
-from transload.io.sources import real_path, system_path
+from transload.io.sources import is_url, real_path, shown, system_path
 
 try:
     import fcntl
@@ -114,6 +114,9 @@ def target_path(path: str) -> str:
 
     That is an empty one, one with a NUL or half of a surrogate pair, and what Windows would give to something else.
     """
+    if is_url(path):
+        what = "transload writes files, not to URLs"
+        raise UsageError(what, where=shown(path), fix="Write a file, and upload that.")
     try:
         valid = path and b"\0" not in (os.fsencode(path) if os.name != "nt" else path.encode())
     except UnicodeEncodeError:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from contextlib import closing
 from typing import Literal
 
 from transload.errors import CannotReadError
 from transload.frozen import NamedTuple
-from transload.io.sources import FileSource, Source, is_folder, real_path, system_path
+from transload.io.sources import FileSource, Source, real_path, system_path
 
 # A directory of ten million files must not be listed to its end before anything is reported.
 MAX_ENTRIES = 10_000
 # One that is a checkpoint may have a file for each piece; 64 ranks that save a large model write 138,000.
 MAX_MEMBERS = 1_000_000
 
+Entries = tuple[dict[str, int], tuple[str, ...], bool]
+"""The files of a folder with their sizes, the folders in it, and whether there are more."""
+
 
 class Folder:
     """The files below a directory on disk; names are relative to it, with ``/`` between folders.
 
-    Whatever else has files, such as a bucket, can be read as a checkpoint if it has these methods.
+    ``io.remote`` has one of files elsewhere.
     """
 
     def __init__(self, name: str) -> None:
@@ -65,6 +69,10 @@ class Folder:
     def open(self, name: str, *, keep: bool = True) -> Source:
         """The source of a file, which it keeps open, or opens for each read; ``CannotReadError`` if it cannot."""
         return (FileSource if keep else _ReopenedFile)(self.path(name))
+
+    def prepare(self, names: Iterable[str]) -> None:  # noqa: ARG002 - those elsewhere need them
+        """Open files that will be needed together, if they are elsewhere and each would have to be waited for."""
+        return
 
     def kind(self, name: str) -> Literal["file", "folder", "link", "other", ""]:
         """What has this name: a plain file, a folder, a link that leads nowhere, something else, or nothing.
@@ -147,10 +155,3 @@ def relative_path(name: object) -> str:
     steps = [step for step in name.split("/") if step not in ("", ".")]
     # Windows drops a space or a dot at the end: to it, ".. " is "..".
     return "" if any(not step.strip(". ") for step in steps) else "/".join(steps)
-
-
-def folder_of(path: str | os.PathLike[str]) -> tuple[Folder, str]:
-    """The folder of a checkpoint of several files, and the name of its index if the path is that."""
-    path = os.fspath(path)
-    folder, name = os.path.split(path)
-    return (Folder(folder), name) if name.endswith(".index.json") and not is_folder(path) else (Folder(path), "")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
+from transload.frozen import NamedTuple
+
 if TYPE_CHECKING:  # a file that can be read needs no errors
+    from typing import TypeGuard
+
     from transload.errors import CannotReadError
 
 _PIECE = 1 << 20
@@ -40,6 +44,8 @@ class Source(Protocol):
     this many."""
     stamp: tuple[int, ...] = ()
     """What a write to it changes; empty if that is not known."""
+    far: bool = False
+    """Whether each read waits for a network: what can be worked out is not read, and reads are asked for together."""
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -63,6 +69,21 @@ class Source(Protocol):
             done += len(part)
         return done
 
+    def read_all(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """What ``read`` returns for each of several ranges."""
+        return [self.read(offset, count) for offset, count in ranges]
+
+    def holds(self, offset: int, count: int) -> bool:  # noqa: ARG002 - far sources need them
+        """Whether bytes can be read without waiting for a network."""
+        return True
+
+    def expect(self, claims: Sequence[Claim]) -> None:  # noqa: ARG002 - far sources need them
+        """Check claims about bytes when bytes next to them are read, and raise ``BrokenFileError`` if one is wrong.
+
+        Only a ``far`` source does: elsewhere, they are checked at once.
+        """
+        return
+
     def is_changed(self) -> bool:
         """Whether the bytes were changed since the source was opened, as far as that is known."""
         return False
@@ -70,6 +91,14 @@ class Source(Protocol):
     def close(self) -> None:
         """Release what was opened here."""
         return
+
+
+class Claim(NamedTuple):
+    """What bytes must be if those after them are to be read; ``wrong`` says what is wrong with them, if anything."""
+
+    begin: int
+    end: int
+    wrong: Callable[[bytes], str]
 
 
 class FileSource(Source):
@@ -258,25 +287,28 @@ class Slice(Source):
         self.offset = offset
         self.size = max(0, min(size, base.size - offset))
         self.name = name
+        self.far = base.far
+        self.gap = base.gap
+
+    def read_all(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """What ``read`` returns for each of several ranges."""
+        inside = [(at, max(0, min(count, self.size - at))) if at >= 0 else (0, 0) for at, count in ranges]
+        return self.base.read_all([(self.offset + at, count) for at, count in inside])
+
+    def holds(self, offset: int, count: int) -> bool:
+        """Whether bytes can be read without waiting for a network."""
+        return self.base.holds(self.offset + offset, count)
+
+    def expect(self, claims: Sequence[Claim]) -> None:
+        """Check claims about bytes when bytes next to them are read."""
+        begin = self.offset
+        self.base.expect([Claim(begin + claim.begin, begin + claim.end, claim.wrong) for claim in claims])
 
     def _read(self, offset: int, count: int) -> bytes:
         return self.base.read(self.offset + offset, count)
 
     def _fill(self, offset: int, buffer: memoryview) -> int:
         return self.base.readinto(self.offset + offset, buffer)
-
-
-def open_source(f: SourceLike) -> Source:
-    """A source for anything ``torch.load`` would take, or for bytes."""
-    if isinstance(f, str | os.PathLike):
-        return FileSource(f)
-    if isinstance(f, bytes | bytearray | memoryview):
-        return BytesSource(f)
-    if hasattr(f, "read"):
-        return ObjectSource(f)
-    from transload.errors import NotAFileError
-
-    raise NotAFileError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
 
 
 def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:
@@ -324,20 +356,33 @@ def extended(path: str) -> str:
     return "\\\\?\\UNC" + path[1:] if path.startswith("\\\\") else "\\\\?\\" + path
 
 
-def is_set(path: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to a checkpoint of several files: a directory, or the index of shards."""
-    return is_folder(path) or os.fspath(path).endswith(".index.json")
+def is_url(path: object) -> TypeGuard[str]:
+    """Whether a path is a URL. Cheap: every load asks.
+
+    >>> is_url("s3://bucket/model.pt"), is_url("models/a.pt"), is_url("C://models/a.pt")
+    (True, False, False)
+    """
+    return isinstance(path, str) and path.find("://", 2) > 0 and path[0].isalpha() and "/" not in path.partition(":")[0]
 
 
-def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a path leads to a directory."""
-    return os.path.isdir(system_path(os.fspath(path)))
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path for messages: a URL without passwords and signatures.
+
+    >>> shown("https://me:secret@host/a.pt?X-Amz-Signature=1f")
+    'https://host/a.pt'
+    """
+    path = os.fspath(path)
+    if not is_url(path):
+        return path
+    import re
+
+    return re.sub(r"[?#].*?(?=::|$)", "", re.sub(r"//[^/?#]*@", "//", path), flags=re.DOTALL)
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
     """Whether a change of this file was interrupted, or is in progress. Cheap: it checks for one name."""
     try:
-        return os.path.lexists(journal_path(os.fspath(path)))
+        return not is_url(path) and os.path.lexists(journal_path(os.fspath(path)))
     except (OSError, ValueError):  # no current folder, or an invalid name, which is reported when it is read
         return False
 

@@ -25,7 +25,8 @@ from transload.errors import (
     UsageError,
 )
 from transload.io import gc_paused
-from transload.io.sources import Progress, SourceLike, is_set
+from transload.io.paths import is_set
+from transload.io.sources import Progress, SourceLike, is_url, shown
 from transload.loading.build import build_object, plain_tensors
 from transload.loading.placement import DeviceMap, plan_here
 from transload.loading.storages import ReadOptions, read_storages
@@ -100,8 +101,11 @@ def load(
     is_path = isinstance(f, str | os.PathLike)
     if mmap and not is_path:
         raise UsageError("mmap=True needs a path", fix="Pass the path of the file instead of a file object or bytes.")
+    if mmap and is_url(f):
+        fix = "Leave mmap out: the file is read straight into place. To read a few tensors, use transload.open."
+        raise UsageError("mmap=True needs a file on this machine", where=shown(f), fix=fix)
     mapped = bool(mmap)
-    if mmap is None and is_path:
+    if mmap is None and is_path and not is_url(f):
         # torch.utils.serialization.config.load.mmap, from torch 2.5 on; it cannot have been set before it is imported.
         config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)
         mapped = config is not None and bool(config.load.mmap)

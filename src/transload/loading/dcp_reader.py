@@ -23,7 +23,7 @@ from transload.formats.tensors import Budget, TooMuch
 from transload.frozen import NamedTuple
 from transload.geometry import Box
 from transload.io import gc_paused
-from transload.io.sources import SourceLike
+from transload.io.sources import SourceLike, is_url
 from transload.loading import check_settings
 from transload.loading.composed import pieces_in
 from transload.loading.handles import TensorReader, build_node
@@ -95,7 +95,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether there is something to read at a path."""
-        return os.path.exists(checkpoint_id)
+        return is_url(checkpoint_id) or os.path.exists(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Close what is open; read another path from now on, if one is given."""

@@ -69,7 +69,7 @@ class _SourceStream(io.RawIOBase):
 def as_file(source: Source) -> io.BufferedReader:
     """A binary file over a source; closing it leaves the source open.
 
-    >>> from transload.io.sources import open_source
+    >>> from transload.io.paths import open_source
     >>> as_file(open_source(b"abc")).read(2)
     b'ab'
     """

@@ -18,7 +18,8 @@ from transload.checkpoint import Checkpoint, Key, Value
 from transload.formats import read_source, unpacked
 from transload.frozen import Frozen, replace
 from transload.io import gc_paused
-from transload.io.sources import FileSource, ObjectSource, Source, SourceLike, has_journal, is_set, open_source
+from transload.io.paths import folder_of, is_set, open_source
+from transload.io.sources import ObjectSource, Source, SourceLike, has_journal
 
 if TYPE_CHECKING:
     from transload.io.folder import Folder
@@ -210,9 +211,9 @@ class OpenCheckpoint:
 
             recover(path)
         if not is_set(path):
-            return self._single(FileSource(path), path)
+            source = open_source(path)
+            return self._single(source, "" if source.far else path)
         from transload.formats import sets
-        from transload.io.folder import folder_of
 
         folder, index = folder_of(path)
         self._folder = folder
@@ -282,7 +283,7 @@ def fill(
         tuple.__new__(ReadRequest, (numbers.setdefault(source, len(numbers)), offset, nbytes, device))
         for source, offset, nbytes, device in ranges
     ]
-    few = sum([request[2] for request in requests]) < FEW_BYTES
+    few = sum([request[2] for request in requests]) < FEW_BYTES and not any(source.far for source in numbers)
     if not few or settings != Settings() or {request[3] for request in requests} != {"cpu"}:
         from transload.opening.engine import read_ranges
 

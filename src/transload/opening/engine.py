@@ -86,6 +86,8 @@ class Facts(NamedTuple):
     """Whether huge pages are available."""
     streams: int = 64
     """How many reads at once the sources can serve."""
+    far: int = 0
+    """How many reads, at most, wait for a network rather than for a core."""
 
 
 class Choice(Frozen):
@@ -119,13 +121,13 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     few = facts.cores <= _FEW_CORES and settings.threads is None and settings.pinned is None
     mapped = facts.mappable and warm and few and facts.cuda >= FEW_BYTES and not direct
     lanes = 1
-    if facts.streams > 1 and (settings.threads is not None or nbytes >= FEW_BYTES):
+    if facts.streams > 1 and (settings.threads is not None or nbytes >= FEW_BYTES or facts.far > 1):
         most = min(facts.streams, MOST_RING if facts.cuda else _MOST_HOST)
-        lanes = min(most, max(facts.cores, _MOST_DIRECT if direct else 1))
+        lanes = min(most, max(facts.cores, _MOST_DIRECT if direct else 1, facts.far))
         lanes = lanes if settings.threads is None else settings.threads
         if facts.cuda and settings.pinned is not None:
             lanes = min(lanes, settings.pinned // SLOT_PAIR)
-        lanes = max(1, min(lanes, -(-nbytes // CELL)))  # no more than there are cells
+        lanes = max(1, min(lanes, max(facts.far, -(-nbytes // CELL))))  # no more than there are cells
     huge = facts.huge and facts.host >= FEW_BYTES
     pinned = (lanes - mapped) * SLOT_PAIR if facts.cuda else 0
     why = ["1 thread" if lanes == 1 else f"{lanes} threads"]
@@ -245,6 +247,8 @@ def read_ranges(
     host = sum(request.nbytes for request in requests) - cuda
     streams = min((source.streams for source in sources), default=1)
     facts = Facts(host, cuda, 1, None, all(file.descriptor >= 0 for file in files), streams=streams)
+    if any(source.far for source in sources):
+        facts = facts._replace(far=len(requests) + (host + cuda) // CELL)
     if host + cuda >= FEW_BYTES:
         from transload.io.pool import cores
 

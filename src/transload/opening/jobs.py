@@ -153,6 +153,7 @@ class File:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self.far = source.far
 
     @property
     def descriptor(self) -> int:
@@ -255,9 +256,10 @@ class HostLane:
             self.done += job.wanted
 
     def read(self, job: Job) -> None:
-        """Read one job: run by run, or through a buffer if the runs are small or reads bypass the page cache."""
+        """Read one job: run by run, or through a buffer if each read would cost more than a copy."""
         file, addresses, checksums = self._files[job.file], self._addresses, self._sums
-        if not file.direct and (len(job.runs) == 1 or job.wanted >= len(job.runs) * _SMALL):
+        apart = len(job.runs) == 1 or (job.wanted >= len(job.runs) * _SMALL and not file.far)
+        if apart and not file.direct:
             for run in job.runs:
                 address = addresses[run.request] + run.begin
                 populate(address, run.nbytes)

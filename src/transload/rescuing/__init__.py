@@ -15,7 +15,8 @@ import os
 from transload.errors import UsageError
 from transload.frozen import replace
 from transload.io.atomic import AtomicFile, refuse_missing_directory, target_path
-from transload.io.sources import Progress, SourceLike, is_set, real_path
+from transload.io.paths import is_set
+from transload.io.sources import Progress, SourceLike, real_path
 from transload.opening import inspect
 from transload.render.json import strict
 from transload.rescuing.report import Fill, Rescue, report, report_path

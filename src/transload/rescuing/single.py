@@ -16,9 +16,9 @@ from transload.formats import plain_pickle, read_source
 from transload.formats.sets.dcp import folder_of_rank
 from transload.formats.torch_legacy import looks_like_legacy
 from transload.io import gc_paused
-from transload.io.folder import Folder
+from transload.io.paths import folder_of, is_folder, open_source
 from transload.io.pool import progress_counter
-from transload.io.sources import Progress, Source, SourceLike, is_folder, open_source
+from transload.io.sources import Progress, Source, SourceLike
 from transload.judge import judge
 from transload.rescuing import compose
 from transload.rescuing.archive import (
@@ -128,7 +128,7 @@ def rescue_file(
 def _recovered(src: SourceLike, path: str, member: str, stack: ExitStack) -> tuple[Source, Recovered]:
     """Open the source, and recover the file in it."""
     if path and is_folder(path):
-        unzipped = recover_directory(Folder(path))
+        unzipped = recover_directory(folder_of(path)[0])
         return unzipped.source, unzipped
     if directory := folder_of_rank(path):
         what = "this is one of the files of a torch.distributed.checkpoint directory"

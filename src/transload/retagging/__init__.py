@@ -27,9 +27,9 @@ from transload.formats.zip_writer import central_entry, descriptor, end_of_archi
 from transload.frozen import Plain, Reported, replace
 from transload.io import gc_paused, journal
 from transload.io.atomic import target_path
-from transload.io.folder import folder_of
 from transload.io.journal import Change, Changes
-from transload.io.sources import FileSource, Source, is_set
+from transload.io.paths import folder_of, is_set
+from transload.io.sources import FileSource, Source, is_url, shown
 from transload.judge import judge
 from transload.judge.problems import command_lines
 from transload.nodes import Pickle
@@ -165,6 +165,9 @@ def _amounts(changes: Changes) -> tuple[int, int]:
 def _path(path: object) -> str:
     if not isinstance(path, str | os.PathLike) or isinstance(name := os.fspath(path), bytes):
         raise UsageError(f"expected the path of a file, not {type(path).__name__}", fix="Save it to a file first.")
+    if is_url(name):
+        fix = "Download it, and retag that; or leave it, and load it with transload.load, which needs no tags."
+        raise UsageError("the tags of a file elsewhere cannot be changed", where=shown(name), fix=fix)
     return name
 
 

@@ -28,7 +28,7 @@ from transload.frozen import Frozen, Reported
 from transload.geometry import MAX_DIMENSIONS
 from transload.io import gc_paused
 from transload.io.atomic import refuse_missing_directory, remove_leftovers
-from transload.io.folder import folder_of
+from transload.io.paths import folder_of
 from transload.io.pool import progress_counter
 from transload.io.sources import FileSource, Progress, SourceLike
 from transload.opening.elements import ElementReader

@@ -408,6 +408,7 @@ class _Items:
         tensors = sum(self._entries.get(place.name) is not None for place in self._places.values())
         opens = tensors <= FEW_ITEMS or not merger.lazy
         sources: dict[str, Source] = {}
+        merger.listing.folder.prepare([prefix + file for file in sorted(by_file)])
         for file, places in sorted(by_file.items()):
             try:
                 source = sources[file] = merger.open_file(prefix + file)

@@ -56,6 +56,7 @@ def read_index(merger: Merger, index: str) -> Checkpoint:
             outside[shard] += 1
     for shard, count in outside.items():
         noted.add("shard-outside", shard[:200], f"the index puts {plural(count, 'tensor')} into it; it was not opened")
+    listing.folder.prepare(sorted(shards))
     for shard, expected in sorted(shards.items()):
         kind = listing.folder.kind(shard)
         if kind in ("", "link"):
@@ -151,6 +152,7 @@ def _read_numbered(merger: Merger) -> Checkpoint:
     merger.note("index-missing", f"{stem}{suffix}{INDEX_SUFFIX} is missing: no list of tensors to compare with")
     # Hugging Face counts from 1, some others from 0.
     first = 0 if 0 in shards else 1
+    merger.listing.folder.prepare([merger.listing.prefix + name for name in shards.values()])
     for number in range(first, first + total):
         if number in shards:
             merger.read(shards[number], "shard", role="member", required=False)

@@ -1,0 +1,477 @@
+"""Files and folders by URL: what a source and a folder of them are, whatever they are read through.
+
+``RemoteSource`` is a source over a ``RemoteFile``: it keeps what was read of the beginning, the end and the index, so
+that many small reads cost few requests. ``RemoteFolder`` is a folder over a ``Store``. Stores of ``https://`` and
+``hf://`` are here, those of buckets and of whatever fsspec opens in ``buckets``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from _thread import allocate_lock
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, Protocol
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from transload.errors import BrokenFileError, CannotReadError, MissingFileError, UsageError
+from transload.io.folder import MAX_ENTRIES, Entries, Folder, Listing
+from transload.io.http import Client, HttpFile
+from transload.io.sources import Claim, Source, shown
+
+_AHEAD = 64 << 10  # bytes read after those asked for: the next record of an archive, or the next pickle
+_END = 128 << 10  # has the directory of 1,900 records
+_KEPT = 1 << 20  # longer reads are not kept
+_WINDOWS = 16
+_PIECE = 4 << 20  # of a long read, whose pieces are read at the same time
+_MOST_OPENED = 256  # files of a folder that are opened before they are needed: each has its beginning in memory
+_SUFFIXES = (
+    *(".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".pt2", ".ptl", ".mar", ".zip"),
+    *(".gguf", ".npy", ".npz", ".json", ".distcp", ".metadata", ".gz", ".xz", ".zst", ".joblib", ".h5", ".onnx"),
+)
+"""How the names of files end. Whether anything else is a folder must be asked."""
+_METADATA = ".metadata"
+_USUAL = (
+    *(_METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors"),
+    *("pytorch_model.bin", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+    *("diffusion_pytorch_model.safetensors", "consolidated.safetensors"),
+)
+"""What is looked for in a folder of a web server, which does not list it."""
+
+
+class RemoteFile(Protocol):
+    """A file elsewhere. ``beginning`` are its first bytes, as many as came with its size."""
+
+    name: str
+    size: int
+    streams: int
+    stamp: tuple[int, ...]
+    beginning: bytes
+
+    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill views, one after the other, with the bytes from ``offset`` on, or raise; called from several threads."""
+
+    def is_changed(self) -> bool:
+        """Whether it was changed since it was opened."""
+
+
+class Store(Protocol):
+    """Where files are; the key of a file is what the store knows it by."""
+
+    lists: bool
+    """Whether it can list what is in a folder."""
+
+    def open(self, key: str) -> RemoteFile:
+        """Open a file; ``MissingFileError`` if there is none."""
+
+    def list(self, key: str, most: int) -> Entries:
+        """What is in a folder, at most so many entries; ``CannotReadError`` if there is no such folder."""
+
+    def join(self, key: str, name: str) -> str:
+        """The key of something in a folder."""
+
+    def shown(self, key: str) -> str:
+        """The URL of a key, for messages."""
+
+
+def together(tasks: Iterable[Callable[[], object]], most: int) -> None:
+    """Do tasks that wait for a network, ``most`` at a time; raises the first error."""
+    waiting = deque(tasks)
+    if len(waiting) <= 1:
+        for task in waiting:
+            task()
+        return
+    from transload.io.pool import ThreadPool
+
+    pool = ThreadPool()
+
+    def work() -> None:
+        while not pool.stopped:
+            try:
+                task = waiting.popleft()
+            except IndexError:
+                return
+            task()
+
+    pool.run([work] * (min(most, len(waiting)) - 1), work)
+
+
+class RemoteSource(Source):
+    """A file elsewhere."""
+
+    far = True
+    gap = 512 << 10
+
+    def __init__(self, file: RemoteFile) -> None:
+        self.name, self.size = file.name, file.size
+        self.streams, self.stamp = file.streams, file.stamp
+        self._file: RemoteFile | None = file
+        self._windows: deque[tuple[int, bytes]] = deque([(0, file.beginning)], _WINDOWS)
+        self._lock = allocate_lock()
+        self._claims: list[Claim] = []
+        self._ends: list[int] = []
+        self._unchecked: set[int] = set()
+
+    def _read(self, offset: int, count: int) -> bytes:
+        end = offset + count
+        begin, before = offset, b""
+        for start, data in [*self._windows]:
+            if start <= offset and end <= start + len(data):
+                return data[offset - start : end - start]
+            if start <= offset <= start + len(data) + self.gap and start + len(data) > begin - len(before):
+                begin, before = start, data  # what is between is cheaper than another request
+        fetched = begin + len(before)
+        stop = min(self.size, max(end, fetched + _AHEAD) if count <= _KEPT else end)
+        if stop > self.size - _END and count <= _KEPT and not before:
+            fetched = begin = min(offset, max(0, self.size - _END))
+            stop = self.size
+        new = bytearray(stop - fetched)
+        self._fill(fetched, memoryview(new))
+        data = before + new if before else bytes(new)
+        if len(data) <= _KEPT:
+            with self._lock:
+                if before and (begin, before) in self._windows:
+                    self._windows.remove((begin, before))
+                self._windows.append((begin, data))
+        return data[offset - begin : end - begin]
+
+    def _fill(self, offset: int, buffer: memoryview) -> int:
+        count = len(buffer)
+        for start, data in [*self._windows]:
+            if start <= offset and offset + count <= start + len(data):
+                buffer[:] = memoryview(data)[offset - start : offset - start + count]
+                return count
+        if count <= _PIECE:
+            self._fetch(offset, buffer)
+            return count
+
+        pieces = range(0, count, _PIECE)
+        together([partial(self._fetch, offset + at, buffer[at : at + _PIECE]) for at in pieces], self.streams)
+        return count
+
+    def read_all(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """What ``read`` returns for each of several ranges, which are read at the same time."""
+        spans: list[tuple[int, bytearray]] = []
+        for offset, count in sorted(ranges):
+            end = min(offset + count, self.size)
+            if offset < 0 or offset >= end:
+                continue
+            if spans and end - spans[-1][0] <= _PIECE and offset <= spans[-1][0] + len(spans[-1][1]) + self.gap:
+                spans[-1][1].extend(bytes(max(0, end - spans[-1][0] - len(spans[-1][1]))))
+            else:
+                spans.append((offset, bytearray(end - offset)))
+        together([partial(self._fill, begin, memoryview(data)) for begin, data in spans], self.streams)
+        begins = [begin for begin, _ in spans]
+        out: list[bytes] = []
+        for offset, count in ranges:
+            begin, data = spans[bisect_right(begins, offset) - 1] if spans else (0, bytearray())
+            inside = 0 <= offset < self.size and count > 0
+            out.append(bytes(data[offset - begin : offset - begin + count]) if inside else b"")
+        return out
+
+    def holds(self, offset: int, count: int) -> bool:
+        """Whether bytes can be read without a request."""
+        return any(start <= offset and offset + count <= start + len(data) for start, data in [*self._windows])
+
+    def expect(self, claims: Sequence[Claim]) -> None:
+        """Check claims about bytes when bytes next to them are read."""
+        with self._lock:
+            self._claims = sorted([*self._claims, *claims], key=lambda claim: claim.end)
+            self._ends = [claim.end for claim in self._claims]
+            self._unchecked.update(claim.end for claim in claims)
+
+    def _fetch(self, begin: int, buffer: memoryview) -> None:
+        """Read from the file, and check the claims about the records that this touches, each once."""
+        file = self._file
+        if file is None:
+            raise CannotReadError("it was closed", where=self.name, fix="Open it again to read.")
+        end = begin + len(buffer)
+        claims: list[Claim] = []
+        if self._unchecked:
+            with self._lock:
+                first = max(0, bisect_right(self._ends, begin) - 1)
+                touched = self._claims[first : bisect_left(self._ends, end)]
+                claims = [claim for claim in touched if claim.end in self._unchecked]
+                self._unchecked.difference_update(claim.end for claim in claims)
+        try:
+            start = min([begin, *(claim.begin for claim in claims if begin - claim.begin < _AHEAD)])
+            before = memoryview(bytearray(begin - start))
+            file.fill(start, [before, buffer])
+            for claim in claims:
+                if claim.begin >= start:
+                    at, stop = claim.begin - start, claim.end - start
+                    held = bytes(before[at:stop]) + bytes(buffer[max(0, at - len(before)) : max(0, stop - len(before))])
+                else:  # it is far from the bytes that are wanted
+                    scratch = bytearray(claim.end - claim.begin)
+                    file.fill(claim.begin, [memoryview(scratch)])
+                    held = bytes(scratch)
+                self._check(claim, held)
+        except BaseException:
+            with self._lock:
+                self._unchecked.update(claim.end for claim in claims)
+            raise
+
+    def _check(self, claim: Claim, held: bytes) -> None:
+        if wrong := claim.wrong(held):
+            fix = "Nothing that this file says can be relied on. Get it again from its author."
+            raise BrokenFileError(wrong, where=self.name, fix=fix)
+
+    def is_changed(self) -> bool:
+        """Whether the file was changed since it was opened."""
+        return self._file is not None and self._file.is_changed()
+
+    def close(self) -> None:
+        """Forget the file, and with it the connections."""
+        self._file = None
+
+
+class RemoteFolder(Folder):
+    """A folder elsewhere."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        super().__init__(store.shown(key))
+        self._store = store
+        self._key = key
+        self._listings: dict[str, Listing] = {}
+        self._opened: dict[str, RemoteSource | CannotReadError] = {}
+
+    @property
+    def title(self) -> str:
+        """Its own name."""
+        return self.name.rstrip("/").rpartition("/")[2]
+
+    def list(self, below: str = "", most: int = MAX_ENTRIES) -> Listing:
+        """List the folder, or one below it, sorted by name; ``CannotReadError`` if that fails."""
+        known = self._listings.get(below)
+        if known is None or (known.cut and known.entries < most):
+            key = self._join(below)
+            files, folders, cut = self._store.list(key, most) if self._store.lists else (self._usual(below), (), False)
+            prefix = f"{below}/" if below else ""
+            known = Listing(self, prefix, dict(sorted(files.items())), tuple(sorted(folders)), cut=cut)
+            self._listings[below] = known
+        return known
+
+    def _usual(self, below: str) -> dict[str, int]:
+        """The files of the usual names that a folder has, if it cannot be listed."""
+        prefix = f"{below}/" if below else ""
+        self.prepare([prefix + name for name in _USUAL])
+        found = {name: self._opened[prefix + name] for name in _USUAL}
+        files = {name: source.size for name, source in found.items() if isinstance(source, RemoteSource)}
+        if files:
+            return files
+        errors = [error for error in found.values() if isinstance(error, CannotReadError)]
+        for error in errors:
+            if not isinstance(error, MissingFileError):
+                raise error
+        what = "a web server does not list what is in a folder, and none of the usual names is there"
+        fix = "Name a file in it: the checkpoint, the index of its shards (….index.json), or .metadata."
+        raise CannotReadError(what, where=self.path(below), fix=fix)
+
+    def open(self, name: str, *, keep: bool = True) -> Source:  # noqa: ARG002 - it holds no descriptor
+        """The source of a file; ``CannotReadError`` if it cannot be opened."""
+        source = self._opened.pop(name, None) or RemoteSource(self._store.open(self._join(name)))
+        if isinstance(source, CannotReadError):
+            raise source
+        return source
+
+    def prepare(self, names: Iterable[str]) -> None:
+        """Open files that will be needed, all at the same time."""
+
+        def one(name: str) -> None:
+            try:
+                self._opened[name] = RemoteSource(self._store.open(self._join(name)))
+            except CannotReadError as error:
+                self._opened[name] = error
+
+        wanted = [name for name in names if name not in self._opened][:_MOST_OPENED]
+        together([partial(one, name) for name in wanted], HttpFile.streams)
+
+    def kind(self, name: str) -> Literal["file", "folder", "link", "other", ""]:
+        """What has this name: a file, a folder, or nothing."""
+        folder, _, last = name.rpartition("/")
+        if self._store.lists:
+            with suppress(CannotReadError):
+                listing = self.list(folder)
+                if last in listing.files or last in listing.folders:
+                    return "file" if last in listing.files else "folder"
+                if not listing.cut:
+                    return ""
+        self.prepare([name])
+        return "" if isinstance(self._opened[name], MissingFileError) else "file"  # other errors are raised by ``open``
+
+    def leads_out(self, name: str) -> bool:  # noqa: ARG002
+        """No: there are no links."""
+        return False
+
+    def path(self, name: str) -> str:
+        """The URL of a file, for messages."""
+        return self._store.shown(self._join(name))
+
+    def _join(self, name: str) -> str:
+        return self._store.join(self._key, name) if name else self._key
+
+
+# -- stores
+
+
+class WebStore:
+    """Files on web servers, which do not list them. A key is a URL."""
+
+    lists = False
+
+    def __init__(self) -> None:
+        self._client = Client()
+
+    def open(self, key: str) -> RemoteFile:
+        """Open a file."""
+        return HttpFile(key, self._client)
+
+    def list(self, key: str, most: int) -> Entries:
+        """Fail: there is no way to list a folder."""
+        raise NotImplementedError(key, most)
+
+    def join(self, key: str, name: str) -> str:
+        """The URL of something in a folder, with the query of the folder, which may be a key to all of it."""
+        at = urlsplit(key)
+        return urlunsplit((at.scheme, at.netloc, f"{at.path.rstrip('/')}/{quote(name)}", at.query, ""))
+
+    def shown(self, key: str) -> str:
+        """The URL without passwords and signatures."""
+        return shown(key)
+
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NEXT_PAGE = re.compile(r'<([^>]*)>;\s*rel="next"')
+_REPOSITORY = re.compile(r"(?:(models|datasets|spaces)/)?([^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
+
+
+class HubStore:
+    """A repository of the Hugging Face Hub, or of another server with its interface. A key is a path in it.
+
+    After the first file, all files are read at the commit that it was of.
+    """
+
+    lists = True
+
+    def __init__(self, kind: str, repository: str, revision: str) -> None:
+        self._client = Client()
+        self._kind, self._repository = kind or "models", repository
+        self._revision = self._commit = unquote(revision) or "main"
+        self._server = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        before = "" if self._kind == "models" else f"{self._kind}/"
+        at = f"@{revision}" if revision else ""
+        self._name = f"hf://{before}{repository}{at}"
+        self._root = f"{self._server}/{before}{quote(repository)}/resolve"
+
+    def open(self, key: str) -> RemoteFile:
+        """Open a file."""
+        url = f"{self._root}/{quote(self._commit, safe='')}/{quote(key)}"
+        file = HttpFile(url, self._client, self.shown(key), hub_token())
+        if _COMMIT.fullmatch(file.commit):
+            self._commit = file.commit
+        return file
+
+    def list(self, key: str, most: int) -> Entries:
+        """List a folder."""
+        below = f"/{quote(key)}" if key else ""
+        url = f"{self._server}/api/{self._kind}/{quote(self._repository)}/tree/{quote(self._commit, safe='')}{below}"
+        files: dict[str, int] = {}
+        folders: list[str] = []
+        while url:
+            page = HttpFile(url, self._client, self.shown(key), hub_token())
+            entries: Any = None
+            with suppress(ValueError, RecursionError):
+                entries = json.loads(RemoteSource(page).read(0, page.size))
+            if type(entries) is not list:
+                raise CannotReadError("the server does not list it as the Hub does", where=self.shown(key))
+            for entry in entries:
+                path, size = (entry.get("path"), entry.get("size")) if type(entry) is dict else (None, 0)
+                if type(path) is str and entry.get("type") != "file":
+                    folders.append(path.rpartition("/")[2])
+                elif type(path) is str:
+                    files[path.rpartition("/")[2]] = size if type(size) is int and size >= 0 else 0
+            more = _NEXT_PAGE.search(page.link)
+            url = more[1] if more and more[1].startswith(f"{self._server}/") else ""
+            if len(files) + len(folders) >= most:
+                return files, tuple(folders), bool(url)
+        return files, tuple(folders), False
+
+    def join(self, key: str, name: str) -> str:
+        """The path of something in a folder."""
+        return f"{key}/{name}" if key else name
+
+    def shown(self, key: str) -> str:
+        """The URL of a path."""
+        return f"{self._name}/{key}" if key else self._name
+
+
+def hub_token() -> str:
+    """The token of the user: of the environment, or where ``hf auth login`` has put it."""
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if token := os.environ.get(name, "").strip():
+            return token
+    if os.environ.get("HF_HUB_DISABLE_IMPLICIT_TOKEN", "").lower() in ("1", "on", "yes", "true"):
+        return ""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    home = os.environ.get("HF_HOME") or os.path.join(cache, "huggingface")
+    try:
+        with open(os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token"), encoding="utf-8") as file:
+            return file.read(4096).strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def store_of(url: str) -> tuple[Store, str]:
+    """The store of a URL, and its key there."""
+    scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
+    if scheme in ("http", "https"):
+        return WebStore(), url
+    if scheme == "hf":
+        match = _REPOSITORY.fullmatch(rest.rstrip("/"))
+        if match is None:
+            fix = "Name the owner, too: hf://owner/model/file."
+            raise UsageError("this does not name a repository of the Hub", where=shown(url), fix=fix)
+        return HubStore(match[1] or "", match[2], match[3] or ""), match[4] or ""
+    from transload.io.buckets import bucket_store
+
+    return bucket_store(url)
+
+
+def open_url(url: str) -> Source:
+    """The source of a file."""
+    store, key = store_of(url)
+    return RemoteSource(store.open(key))
+
+
+def is_remote_folder(url: str) -> bool:
+    """Whether a URL leads to a folder. Names of files end in a known way; what anything else is must be asked."""
+    name = shown(url)
+    last = name.rpartition("/")[2]
+    if not last or last == _METADATA:
+        return True
+    if last.lower().endswith(_SUFFIXES):
+        return False
+    store, key = store_of(url)
+    if not store.lists:
+        return False
+    with suppress(CannotReadError):
+        files, folders, _ = store.list(key, 1)
+        return bool(files or folders)
+    return False
+
+
+def remote_folder(url: str) -> tuple[Folder, str]:
+    """The folder of a checkpoint of several files, and the name of its index if the URL is that."""
+    name = shown(url).rpartition("/")[2]
+    index = name if name.endswith(".index.json") else ""
+    if index or name == _METADATA:
+        path, query, tail = url.partition("?")
+        url = path.rpartition("/")[0] + "/" + query + tail
+    store, key = store_of(url)
+    return RemoteFolder(store, key.rstrip("/") if store.lists else key), index
