@@ -1,37 +1,59 @@
-"""Files and folders by URL, from servers on this machine that behave well, and that do not."""
+"""Files and folders by URL, from servers on this machine that behave well, and from some that do not."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.file_server import FileServer, serve
-from tests.makers import saved
+from tests.each import for_each
+from tests.file_server import FileServer, Handler, serve
+from tests.makers import codes, saved
 
 import transload
+from transload.cli.main import main
+from transload.errors import (
+    BrokenFileError,
+    CannotReadError,
+    ForbiddenFileError,
+    MissingFileError,
+    TransloadError,
+    UsageError,
+)
 from transload.io import http
+from transload.io.paths import open_source
+from transload.io.remote import RemoteSource, hub_token
+from transload.io.sources import is_url, shown
 
-PRIVATE = "hush"
+SECRET = "hush-hush"  # noqa: S105 - what must not be printed
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry at once."""
+def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Retries are quick, and nothing of this machine's settings counts."""
     monkeypatch.setattr(http, "_PAUSE", 0.001)
     monkeypatch.setattr(http, "_TIMEOUT", 5.0)
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.delenv(name.upper(), raising=False)
+    for name in [*os.environ]:
+        if name.lower().endswith("_proxy") or name.startswith(("HF_", "HUGGING_FACE_", "AWS_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
 
 def weights(count: int = 12, size: int = 40_000) -> dict[str, torch.Tensor]:
-    """A state dict of a few megabytes at most."""
+    """A state dict of two megabytes."""
     generator = torch.Generator().manual_seed(0)
     return {f"layers.{index}.weight": torch.randn(size + index, generator=generator) for index in range(count)}
 
@@ -57,13 +79,35 @@ def server() -> Iterator[FileServer]:
         yield server
 
 
+@contextmanager
+def fault(server: FileServer, fault: Callable[[Handler], bool]) -> Iterator[None]:
+    """Let a function answer the requests that it returns true for."""
+    server.fault = fault
+    try:
+        yield
+    finally:
+        server.fault = None
+
+
+def answers(status: int, body: bytes = b"", **headers: str) -> Callable[[Handler], bool]:
+    """Answer everything in one way."""
+
+    def answer(handler: Handler) -> bool:
+        handler.reply(status, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        return True
+
+    return answer
+
+
+# -- reading
+
+
 @pytest.mark.parametrize("name", FILES)
-def test_load_open_and_inspect(server: FileServer, name: str) -> None:
+def test_inspect_open_and_load(server: FileServer, name: str) -> None:
     url = f"{server.url}/{name}"
     checkpoint = transload.inspect(url)
     assert (checkpoint.path, checkpoint.ok, len(checkpoint.tensors)) == (url, True, len(WEIGHTS))
     assert len(server.log) == (2 if name == "a.pt" else 1)
-    server.log.clear()
     with transload.open(url) as handle:
         before, sent = len(server.log), server.sent
         assert torch.equal(handle["layers.5.weight"], WEIGHTS["layers.5.weight"])
@@ -71,5 +115,588 @@ def test_load_open_and_inspect(server: FileServer, name: str) -> None:
     assert len(server.log) - before <= 4
     assert server.sent - sent < 200_000
     assert same(transload.load(url), WEIGHTS)
-    if name == "a.pt":
-        assert dict(checkpoint.facts)["headers of records"].endswith("when they are read")
+    assert same(transload.load(url, verify=True), WEIGHTS)
+    facts = dict(checkpoint.facts)
+    assert name != "a.pt" or facts["headers of records"].endswith("are compared with the directory when they are read")
+
+
+def test_formats(server: FileServer, tmp_path: Path) -> None:
+    """What is small, old, or no archive of torch at all."""
+    import numpy as np
+
+    small = {"w": torch.arange(3.0), "n": 7}
+    array = io.BytesIO()
+    np.savez(array, w=np.arange(20_000), v=np.arange(30_000))
+    server.files |= {
+        "small.pt": saved(small),
+        "old.pt": saved(WEIGHTS, _use_new_zipfile_serialization=False),
+        "a.npz": array.getvalue(),
+        "empty.pt": b"",
+        "page.pt": b"<!doctype html><html><body>Log in</body></html>",
+    }
+    assert transload.load(f"{server.url}/small.pt")["n"] == 7
+    assert same(transload.load(f"{server.url}/old.pt"), WEIGHTS)
+    assert torch.equal(transload.load(f"{server.url}/a.npz")["v"], torch.arange(30_000))
+    assert transload.inspect(f"{server.url}/empty.pt").integrity == "not-a-checkpoint"
+    page = transload.inspect(f"{server.url}/page.pt")
+    assert page.integrity == "not-a-checkpoint"
+    assert page.findings[0].title.startswith("a web page")
+    target = tmp_path / "a.safetensors"
+    assert transload.convert(f"{server.url}/a.pt", target).complete
+    assert same(transload.load(target), WEIGHTS)
+    assert transload.verify(f"{server.url}/a.pt").integrity == "whole"
+    assert transload.rescue(f"{server.url}/a.pt", tmp_path / "b.pt").exit_code == 0
+    assert same(transload.load(tmp_path / "b.pt"), WEIGHTS)
+    assert transload.check(f"{server.url}/a.pt", "cpu").ok
+
+
+def test_long_reads_are_divided(server: FileServer) -> None:
+    data = random.Random(0).randbytes(9 << 20)  # noqa: S311 - not a secret
+    server.files["a.bin"] = data
+    source = open_source(f"{server.url}/a.bin")
+    assert isinstance(source, RemoteSource)
+    assert source.read(0, source.size) == data
+    assert len(server.log) == 4
+    ranges = [(5 << 20, 10), (6 << 20, 20), ((6 << 20) + 50, 7), (len(data) - 3, 100), (-1, 5), (len(data), 1), (7, 0)]
+    assert source.read_all(ranges) == [data[at : at + count] if at >= 0 else b"" for at, count in ranges]
+    before = len(server.log)
+    source.prepare([(2 << 20, 100), (3 << 20, 100)])
+    assert source.read((3 << 20) + 50, 50) == data[(3 << 20) + 50 : (3 << 20) + 100]
+    assert source.holds(2 << 20, 100)
+    assert not source.holds(2 << 20, 101)
+    assert len(server.log) == before + 2
+    source.close()
+    with pytest.raises(CannotReadError, match="it was closed"):
+        source.read(1 << 20, 10)
+
+
+def test_folders(server: FileServer, tmp_path: Path) -> None:
+    """Shards by their index, and by their folder; DCP by its metadata."""
+    from torch.distributed import checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a single process
+        dcp.save({"model": WEIGHTS, "step": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    transload.convert(saved(WEIGHTS), tmp_path / "model.safetensors", max_shard_size="700KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) == 3
+    for file in (*tmp_path.glob("*/.*"), *tmp_path.glob("*/*"), *tmp_path.glob("*.*")):
+        server.files[f"x/{file.relative_to(tmp_path).as_posix()}"] = file.read_bytes()
+    index = f"{server.url}/x/model.safetensors.index.json"
+    checkpoint = transload.inspect(index)
+    assert (checkpoint.path, checkpoint.ok, len(server.log)) == (index, True, 4)
+    assert same(transload.load(index), WEIGHTS)
+    assert same(transload.load(f"{index}?download=true"), WEIGHTS)
+    assert same(transload.load(f"{server.url}/x/"), WEIGHTS)
+    server.log.clear()
+    with transload.open(index) as handle:
+        server.log.clear()
+        assert torch.equal(handle["layers.5.weight"], WEIGHTS["layers.5.weight"])
+    assert {path for path, _ in server.log} == {"/x/model-00002-of-00003.safetensors"}
+    for url in (f"{server.url}/x/dcp/", f"{server.url}/x/dcp/.metadata"):
+        loaded = transload.load(url)
+        assert (loaded["step"], same(loaded["model"], WEIGHTS)) == (3, True)
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, storage_reader=transload.CheckpointReader(f"{server.url}/x/dcp/"), no_dist=True)
+    assert same(state["model"], WEIGHTS)
+    with pytest.raises(CannotReadError, match="does not list"):
+        transload.inspect(f"{server.url}/nothing/")
+    del server.files["x/model-00003-of-00003.safetensors"]
+    assert "shard-missing" in codes(transload.inspect(index))
+
+
+def test_a_shard_stays_below_its_index(server: FileServer) -> None:
+    index = {"weight_map": {"a": "http://127.0.0.1:1/b.safetensors", "b": "../a.safetensors", "c": "a b?c#d%41.pt"}}
+    server.files["x/m.index.json"] = json.dumps(index).encode()
+    checkpoint = transload.inspect(f"{server.url}/x/m.index.json?key=1")
+    assert "shard-outside" in codes(checkpoint)
+    paths = sorted(path for path, _ in server.log)
+    assert paths[0] == "/x/a%20b%3Fc%23d%2541.pt?key=1"
+    assert all(path.startswith("/x/") for path in paths)
+
+
+# -- servers
+
+
+def test_a_server_without_ranges(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.ranges = False
+    assert same(transload.load(f"{server.url}/a.pt"), WEIGHTS)
+    assert len(server.log) == 1
+
+    def chunked(handler: Handler) -> bool:
+        data = FILES["a.pt"]
+        handler.send_response(200)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        for at in range(0, len(data), 100_000):
+            part = data[at : at + 100_000]
+            handler.wfile.write(b"%x\r\n%s\r\n" % (len(part), part))
+        handler.wfile.write(b"0\r\n\r\n")
+        return True
+
+    with fault(server, chunked):
+        assert same(transload.load(f"{server.url}/a.pt"), WEIGHTS)
+    monkeypatch.setattr(http, "_memory_left", lambda: 1_000_000)
+    with pytest.raises(CannotReadError, match=r"only 500,000 may be kept.*\n.*knows no ranges"):
+        transload.load(f"{server.url}/a.pt")
+    with fault(server, chunked), pytest.raises(CannotReadError, match="longer than 500,000"):
+        transload.load(f"{server.url}/a.pt")
+
+
+def test_statuses(server: FileServer) -> None:
+    wrong = {"Content_Range": "bytes 5-9/10"}
+    cases: list[tuple[str, Callable[[Handler], bool], type[Exception], str]] = [
+        ("forbidden", answers(403), ForbiddenFileError, "may have expired"),
+        ("unauthorized", answers(401), ForbiddenFileError, "Check that you may read it"),
+        ("not found", answers(404), MissingFileError, "404 Not Found"),
+        ("gone", answers(410), MissingFileError, "410 Gone"),
+        ("teapot", answers(418), CannotReadError, "418"),
+        ("no range", answers(416), CannotReadError, "416"),
+        ("proxy", answers(407), CannotReadError, "https_proxy"),
+        ("always busy", answers(503), CannotReadError, r"503 Service Unavailable \(6 tries\)"),
+        ("busy for an hour", answers(429, Retry_After="3600"), CannotReadError, "wait for 3600 seconds"),
+        ("encoded", answers(200, b"abc", Content_Encoding="gzip"), CannotReadError, r"encoded \(gzip\)"),
+        ("another range", answers(206, b"abcde", **wrong), CannotReadError, "instead of the first"),
+        ("no size", answers(206, b"abc", Content_Range="bytes 0-2/*"), CannotReadError, "how long the file is"),
+        ("no range in it", answers(206, b"abc"), CannotReadError, "which range"),
+        ("two lengths", answers(206, b"abc", Content_Range="bytes 0-9/10"), CannotReadError, "another length"),
+        ("around", answers(302, Location="/a.pt"), CannotReadError, "more than 10 redirects"),
+        ("to a file", answers(302, Location="file:///etc/passwd"), CannotReadError, "redirects to file://"),
+    ]
+
+    def check(case: tuple[str, Callable[[Handler], bool], type[Exception], str]) -> None:
+        _, answer, kind, text = case
+        with fault(server, answer), pytest.raises(kind, match=text) as caught:
+            transload.load(f"{server.url}/a.pt?sig={SECRET}")
+        assert SECRET not in str(caught.value)
+
+    for_each(cases, check)
+
+
+def test_what_is_not_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port where nobody listens, a name that is not known, and a server of something else."""
+    import socket
+    import threading
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = time.monotonic()
+    with pytest.raises(CannotReadError, match="the connection failed: Connection refused"):
+        transload.load(f"http://127.0.0.1:{port}/a.pt")
+    assert time.monotonic() - start < 2
+    for url in ("http://", "http:///a.pt", "http://[::1/a.pt", "http://127.0.0.1:port/a.pt"):
+        with pytest.raises(TransloadError, match="valid URL"):
+            transload.load(url)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def talk() -> None:
+            for _ in range(http._TRIES + 1):
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(b"220 mail.example.org ESMTP\r\n")
+
+        threading.Thread(target=talk, daemon=True).start()
+        with pytest.raises(CannotReadError, match="not valid HTTP"):
+            transload.load(f"http://127.0.0.1:{listening.getsockname()[1]}/a.pt")
+    monkeypatch.setattr(http, "_TIMEOUT", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(CannotReadError, match="did not answer"):
+        transload.load(f"http://127.0.0.1:{silent.getsockname()[1]}/a.pt")
+
+
+def test_a_server_that_sends_next_to_nothing(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte comes before the socket gives up, so only the rate is wrong."""
+    monkeypatch.setattr(http, "_TIMEOUT", 0.1)
+    monkeypatch.setattr(http, "_TRIES", 2)
+
+    def trickle(handler: Handler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        for _ in range(20):
+            handler.wfile.write(b"x")
+            time.sleep(0.02)
+        return True
+
+    start = time.monotonic()
+    with fault(server, trickle), pytest.raises(CannotReadError, match="next to nothing"):
+        transload.load(f"{server.url}/a.pt")
+    assert time.monotonic() - start < 2
+
+
+def test_a_file_that_changes(server: FileServer) -> None:
+    url = f"{server.url}/a.pt"
+    with transload.open(url) as handle:
+        before = handle["layers.0.weight"]
+        server.files["a.pt"] = saved(weights(12, 40_001))
+        with pytest.raises(BrokenFileError, match="changed while it was read"):
+            handle["layers.9.weight"]
+        server.files["a.pt"] = FILES["a.pt"]
+        assert torch.equal(before, WEIGHTS["layers.0.weight"])
+        server.files["a.pt"] = FILES["a.pt"][:1_000_000]
+        with pytest.raises(BrokenFileError, match="changed while it was read"):
+            handle["layers.9.weight"]
+
+    def other_tag(handler: Handler) -> bool:  # of the same size
+        if len(server.log) > 2:
+            handler.send_file(FILES["a.pt"], "other")
+        return len(server.log) > 2
+
+    server.files["a.pt"] = FILES["a.pt"]
+    server.log.clear()
+    with fault(server, other_tag), pytest.raises(BrokenFileError, match="changed while it was read"):
+        transload.load(url)
+
+
+# -- faults
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_faults(server: FileServer, seed: int) -> None:
+    """Whatever a server does, a load gives the right tensors or a clear error."""
+    chance = random.Random(seed)  # noqa: S311 - not a secret
+    injected: list[str] = []
+
+    def misbehave(handler: Handler) -> bool:
+        if chance.random() > (0.3 if seed < 4 else 0.7):
+            return False
+        kind = chance.choice(["cut", "cut", "hang up", "503", "429", "500", "whole", "other range", "garbage", "short"])
+        injected.append(kind)
+        if kind == "cut":
+            handler.cut = chance.randrange(1, 100_000)
+            return False
+        if kind == "hang up":
+            handler.hang_up()
+        elif kind in ("503", "429", "500"):
+            handler.reply(int(kind), b"busy", {"Retry-After": "0"})
+        elif kind == "whole":
+            handler.ranges, handler.cut = False, 200_000
+            return False
+        elif kind == "other range":
+            data = FILES[handler.path.lstrip("/")]
+            handler.reply(206, data[7:1007], {"Content-Range": f"bytes 7-1006/{len(data)}"})
+        elif kind == "garbage":
+            handler.wfile.write(chance.randbytes(50))
+            handler.hang_up()
+        else:  # fewer bytes than it says
+            handler.headers_too = {"Content-Length": "900000"}
+            handler.close_connection = True
+            return False
+        return True
+
+    right, errors = 0, []
+    with fault(server, misbehave):
+        for name in [*FILES] * 8:
+            try:
+                loaded = transload.load(f"{server.url}/{name}")
+            except TransloadError as error:  # noqa: PERF203 - each load may fail
+                errors.append(str(error))
+            else:
+                assert same(loaded, WEIGHTS)
+                right += 1
+    assert len(injected) >= 5
+    assert right >= (8 if seed < 4 else 0)
+    assert all(server.url in error for error in errors)
+
+
+def test_a_read_goes_on_where_it_stopped(server: FileServer) -> None:
+    sent: list[int] = []
+
+    def cut(handler: Handler) -> bool:
+        sent.append(int(re.findall(r"\d+", handler.headers["Range"])[0]))
+        handler.cut = 300_000
+        return False
+
+    with fault(server, cut):
+        assert same(transload.load(f"{server.url}/a.safetensors"), WEIGHTS)
+    assert len(sent) > 4
+    assert server.sent < 300_000  # whole answers: the first, and the last of all
+    assert sent == sorted(set(sent))
+
+
+# -- redirects and credentials
+
+
+def test_redirects(server: FileServer) -> None:
+    """They are followed once; what they lead to gets no password, and is asked for again when it expires."""
+    url = server.url.replace("http://", f"http://me:{SECRET}@")
+    signed: list[str] = []
+    with serve(dict(FILES)) as storage:
+
+        def redirect(handler: Handler) -> bool:
+            assert handler.headers["Authorization"].startswith("Basic ")
+            signed.append(f"{len(signed)}")
+            handler.reply(302, b"", {"Location": f"{storage.url}/a.pt?X-Signature={SECRET}{len(signed)}"})
+            return True
+
+        def expire(handler: Handler) -> bool:
+            assert "Authorization" not in handler.headers
+            if len(storage.log) > 2 and handler.path.endswith(f"{SECRET}1"):
+                handler.reply(403)
+                return True
+            return False
+
+        storage.fault = expire
+        with fault(server, redirect):
+            assert same(transload.load(f"{url}/model"), WEIGHTS)
+            assert len(signed) >= 2
+            storage.fault = answers(403)
+            with pytest.raises(ForbiddenFileError) as caught:
+                transload.load(f"{url}/model")
+    assert SECRET not in str(caught.value)
+    assert "http://127" in str(caught.value)
+
+
+def test_urls_in_messages() -> None:
+    cases = [
+        ("https://me:pw@host/a.pt?X-Amz-Signature=1#x", "https://host/a.pt"),
+        ("s3://bucket/a@b.pt", "s3://bucket/a@b.pt"),
+        ("hf://owner/repo@refs/pr/1/a.pt", "hf://owner/repo@refs/pr/1/a.pt"),
+        ("simplecache::https://me:pw@host/a.pt?sig=1", "simplecache::https://host/a.pt"),
+        ("zip://a.pt::https://me:pw@host/a.zip", "zip://a.pt::https://host/a.zip"),
+        ("C:\\a?b@c", "C:\\a?b@c"),
+        ("runs/a?b.pt", "runs/a?b.pt"),
+    ]
+    assert [shown(url) for url, _ in cases] == [text for _, text in cases]
+    assert not is_url("runs/http://x")
+    assert not is_url(b"http://x")
+    assert not is_url(Path("a"))
+
+
+def test_commands(server: FileServer, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"{server.url.replace('//', f'//me:{SECRET}@')}/a.pt?sig={SECRET}"
+    assert main(["inspect", url]) == 0
+    assert main(["inspect", "--json", url]) == 0
+    assert main(["check", url, "--device", "cpu"]) == 0
+    assert main(["verify", url]) == 0
+    server.files.clear()
+    for command in ("inspect", "check", "verify"):
+        assert main([command, "--json", url]) == 2
+    assert main(["convert", url, "b.npz"]) == 2
+    assert main(["retag", url, "--to", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert SECRET not in out + err
+    assert "Traceback" not in out + err
+    assert "Download it, and retag that" in err
+
+
+def test_what_needs_a_file_here(server: FileServer) -> None:
+    url = f"{server.url}/a.pt"
+    with pytest.raises(UsageError, match="mmap=True needs a file on this machine"):
+        transload.load(url, mmap=True)
+    with pytest.raises(UsageError, match="not to URLs"):
+        transload.save({}, "s3://bucket/a.pt")
+    with pytest.raises(UsageError, match="not to URLs"):
+        transload.convert(url, "s3://bucket/a.npz")
+    with pytest.raises(UsageError, match="cannot be changed"):
+        transload.retag(url, "cpu")
+    assert not server.log
+
+
+def test_proxies(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    proxied: list[str] = []
+
+    def forward(handler: Handler) -> bool:
+        proxied.append(handler.headers["Proxy-Authorization"])
+        assert handler.path == "http://model.example/a.pt"
+        handler.send_file(FILES["a.pt"])
+        return True
+
+    monkeypatch.setenv("http_proxy", server.url.replace("//", "//me:pw@"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with fault(server, forward):
+        assert same(transload.load("http://model.example/a.pt"), WEIGHTS)
+    assert set(proxied) == {"Basic bWU6cHc="}
+    count = len(proxied)
+    assert same(transload.load(f"{server.url}/a.pt"), WEIGHTS)
+    assert len(proxied) == count
+
+
+# -- the Hub
+
+
+def test_hub(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A repository is read at one commit, with the token of the user, which the storage does not get."""
+    commit = "c" * 40
+    index = {"weight_map": dict.fromkeys(WEIGHTS, "model-00001-of-00001.safetensors")}
+    files = {"model.safetensors.index.json": json.dumps(index).encode(), "sub/a.pt": FILES["a.pt"]}
+    files["model-00001-of-00001.safetensors"] = FILES["a.safetensors"]
+    monkeypatch.setenv("HF_ENDPOINT", server.url + "/")
+    asked: list[str] = []
+    with serve(dict(files)) as storage:
+
+        def hub(handler: Handler) -> bool:
+            asked.append(handler.path)
+            tree = re.fullmatch(r"/api/models/me/net/tree/[^/?]+(?:/(.*?))?(\?page=2)?", handler.path)
+            link = re.fullmatch(r"(?:/datasets)?/me/net/resolve/([^/]+)/(.*)", handler.path)
+            if handler.headers.get("Authorization") != f"Bearer {SECRET}":
+                handler.reply(401, b"", {"X-Error-Message": "Access to model me/net is restricted."})
+            elif tree:
+                prefix = f"{tree[1]}/" if tree[1] else ""
+                entries = [
+                    {"type": "file", "path": name, "size": len(data)}
+                    for name, data in files.items()
+                    if name.startswith(prefix) and "/" not in name[len(prefix) :]
+                ]
+                entries += [] if prefix else [{"type": "directory", "path": "sub"}]
+                half = (len(entries) + 1) // 2
+                page = entries[half:] if tree[2] else entries[:half]
+                more = {} if tree[2] else {"Link": f'<{server.url}{handler.path}?page=2>; rel="next"'}
+                status = 200 if entries else 404
+                handler.reply(status, json.dumps(page).encode(), more)
+            elif link and link[2] in files:
+                headers = {"X-Repo-Commit": commit, "Location": f"{storage.url}/{link[2]}"}
+                handler.reply(302, b"", headers)
+            else:
+                handler.reply(404, b"", {"X-Error-Message": "Entry not found"})
+            return True
+
+        def refuse_tokens(handler: Handler) -> bool:
+            if "Authorization" in handler.headers:
+                handler.reply(400)
+            return "Authorization" in handler.headers
+
+        storage.fault = refuse_tokens
+        with fault(server, hub):
+            with pytest.raises(ForbiddenFileError, match=r"(?s)me/net is restricted.*HF_TOKEN"):
+                transload.inspect("hf://me/net/sub/a.pt")
+            monkeypatch.setenv("HF_TOKEN", SECRET)
+            assert transload.inspect("hf://me/net/sub/a.pt").path == "hf://me/net/sub/a.pt"
+            assert same(transload.load("hf://datasets/me/net/sub/a.pt"), WEIGHTS)
+            assert "/datasets/me/net/resolve/main/sub/a.pt" in asked
+            assert transload.inspect("hf://me/net@refs/pr/1/sub/a.pt").ok
+            assert "/me/net/resolve/refs%2Fpr%2F1/sub/a.pt" in asked
+            asked.clear()
+            assert same(transload.load("hf://me/net"), WEIGHTS)
+            assert "/api/models/me/net/tree/main?page=2" in asked
+            assert f"/me/net/resolve/{commit}/model-00001-of-00001.safetensors" in asked
+            assert same(transload.load("hf://me/net/model.safetensors.index.json"), WEIGHTS)
+            assert transload.inspect("hf://me/net/sub").ok
+            with pytest.raises(MissingFileError, match=r"(?s)Entry not found.*owner/model/file"):
+                transload.load("hf://me/net/b.pt")
+            monkeypatch.delenv("HF_TOKEN")
+            (tmp_path / "hub").mkdir()
+            (tmp_path / "hub" / "token").write_text(f"{SECRET}\n")
+            assert hub_token() == SECRET
+            assert transload.inspect("hf://me/net/sub/a.pt").ok
+    with pytest.raises(UsageError, match="owner"):
+        transload.load("hf://gpt2")
+
+
+# -- hostile archives
+
+
+def moved(data: bytes, record: str) -> bytes:
+    """An archive in which the local header of a record puts its bytes 64 bytes further on than all other numbers."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (info,) = [info for info in archive.infolist() if info.filename.endswith(f"/{record}")]
+    at = info.header_offset
+    extra = int.from_bytes(data[at + 28 : at + 30], "little")
+    return data[: at + 28] + (extra + 64).to_bytes(2, "little") + data[at + 30 :]
+
+
+def renamed(data: bytes, record: str) -> bytes:
+    """An archive in which the local header of a record has another name."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (info,) = [info for info in archive.infolist() if info.filename.endswith(f"/{record}")]
+    at = info.header_offset + 30 + len(info.filename)
+    return data[: at - 1] + b"X" + data[at:]
+
+
+@pytest.mark.parametrize("spoil", [moved, renamed])
+def test_headers_that_disagree(server: FileServer, spoil: Callable[[bytes, str], bytes]) -> None:
+    """What is not read when the directory is, is compared with it before a tensor is returned."""
+    server.files["a.pt"] = spoil(FILES["a.pt"], "data/6")
+    url = f"{server.url}/a.pt"
+    assert codes(transload.inspect(url)) == []
+    problems = codes(transload.inspect(server.files["a.pt"]))
+    assert problems
+    assert codes(transload.inspect(url, verify=True))[: len(problems)] == problems
+    with pytest.raises(BrokenFileError, match="data/6: the record's own header"):
+        transload.load(url)
+    with transload.open(url) as handle:
+        assert torch.equal(handle["layers.1.weight"], WEIGHTS["layers.1.weight"])
+        for _ in range(2):
+            with pytest.raises(BrokenFileError, match="data/6: the record's own header"):
+                handle["layers.6.weight"]
+            with pytest.raises(BrokenFileError, match="data/6: the record's own header"):
+                handle.slice("layers.6.weight")[30_000:30_010]
+    assert transload.verify(url).integrity == "damaged"
+
+
+def test_archives_of_other_programs(server: FileServer) -> None:
+    """Offsets follow from the directory in whatever zipfile writes, too."""
+    original = zipfile.ZipFile(io.BytesIO(FILES["a.pt"]))
+    for number, method in enumerate((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)):
+        again = io.BytesIO()
+        with zipfile.ZipFile(again, "w", method) as archive:
+            for info in original.infolist():
+                archive.writestr(info.filename, original.read(info))
+        server.files["b.pt"] = again.getvalue()
+        server.log.clear()
+        assert same(transload.load(f"{server.url}/b.pt"), WEIGHTS)
+        assert number or len(server.log) <= 4
+    between = io.BytesIO()  # with bytes between the records, which only their headers tell
+    with zipfile.ZipFile(between, "w") as archive:
+        for info in original.infolist():
+            archive.writestr(info.filename, original.read(info))
+            archive.fp.write(b"\0" * 70_000)  # type: ignore[union-attr]
+            archive.start_dir = archive.fp.tell()  # type: ignore[union-attr]
+    server.files["c.pt"] = between.getvalue()
+    assert same(transload.load(between.getvalue()), WEIGHTS)
+    assert same(transload.load(f"{server.url}/c.pt"), WEIGHTS)
+
+
+# -- other stores
+
+
+def test_fsspec() -> None:
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    for name, data in FILES.items():
+        files.pipe(f"/bucket/{name}", data)
+    index = {"weight_map": dict.fromkeys(WEIGHTS, "a.safetensors")}
+    files.pipe("/bucket/sub/m.index.json", json.dumps(index).encode())
+    files.pipe("/bucket/sub/a.safetensors", FILES["a.safetensors"])
+    try:
+        for name in FILES:
+            assert same(transload.load(f"memory://bucket/{name}"), WEIGHTS)
+        checkpoint = transload.inspect("memory://bucket/sub")
+        assert (checkpoint.path, checkpoint.ok) == ("memory://bucket/sub", True)
+        assert same(transload.load("memory://bucket/sub/m.index.json"), WEIGHTS)
+        with transload.open("memory://bucket/a.pt") as handle:
+            files.pipe("/bucket/a.pt", FILES["a.pt"][:500_000])
+            with pytest.raises(TransloadError, match="of 160,"):
+                handle["layers.9.weight"]
+        with pytest.raises(MissingFileError, match=r"memory://bucket/b.pt: there is no such file"):
+            transload.load("memory://bucket/b.pt")
+    finally:
+        files.rm("/bucket", recursive=True)
+    with pytest.raises(CannotReadError, match=r"(?i)nope"):
+        transload.load("nope://bucket/a.pt")
+    if not any(map(_has, ("obstore", "s3fs"))):
+        with pytest.raises(CannotReadError, match=r"(?s)s3:// needs a library.*pip install 'transload\[remote\]'"):
+            transload.load("s3://bucket/a.pt")
+
+
+def _has(module: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(module) is not None
+
+
+def test_local_files_do_not_import_it(tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(FILES["a.pt"])
+    code = """
+import sys, transload
+transload.inspect("a.pt"), transload.load("a.pt")
+print(sorted(name for name in sys.modules if name in ("transload.io.remote", "transload.io.http", "http.client")))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "transload" not in ran.stdout

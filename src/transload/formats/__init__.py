@@ -62,11 +62,12 @@ def unpacked(source: Source) -> Source:
     return plain_pickle.unpacked(source)
 
 
-def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> Checkpoint:
+def read_source(source: Source, *, verify: bool = False, tree: bool = True, headers: bool = False) -> Checkpoint:
     """Detect the format by content, in torch's order (zip, tar, stream, then what torch does not read), and read it.
 
     Without ``tree``, the tensors of an ordinary archive without problems are only ``counted``, and its leaves left out:
-    for a loader, which goes through all of them itself, and reads the file again if it needs their names.
+    for a loader, which goes through all of them itself, and reads the file again if it needs their names. ``headers``
+    is as for ``read_index``.
     """
     if source.name.endswith((".distcp", ".metadata")):
         from transload.formats.foreign import Foreign
@@ -77,7 +78,7 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True) -> C
             fix = ("Name the directory.", f"$ transload inspect {quoted(folder)}")
             return _not_a_checkpoint(source, Foreign("distcp", title, (), fix))
     if starts_like_zip(source):
-        return _read_zip(source, verify=verify, tree=tree)
+        return _read_zip(source, verify=verify, tree=tree, headers=headers)
     for name, start in _STREAMS:
         if source.read(0, len(start)) == start and (checkpoint := _module(name).read(source)) is not None:
             return checkpoint  # type: ignore[no-any-return]
@@ -97,8 +98,8 @@ def _not_a_checkpoint(source: Source, what: Foreign, index: ZipIndex | None = No
     return Checkpoint(source.name, what.format, source.size, records=records, problems=problems)
 
 
-def _read_zip(source: Source, *, verify: bool, tree: bool = True) -> Checkpoint:
-    index = read_index(source, headers=verify)
+def _read_zip(source: Source, *, verify: bool, tree: bool = True, headers: bool = False) -> Checkpoint:
+    index = read_index(source, headers=headers or verify)
     if not index.ok:
         from transload.formats.foreign import Excerpt, mangled
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 from zlib import crc32
 
-from transload.errors import BrokenFileError, CannotReadError
+from transload.errors import BrokenFileError, CannotReadError, MissingFileError
 from transload.io.folder import Entries
 from transload.io.sources import shown
 
@@ -16,9 +18,141 @@ _BEGINNING = 128 << 10
 _SECRETS = re.compile(r"\?\S+|//[^/@\s]+@")
 
 
-def bucket_store(url: str) -> tuple[FsspecStore, str]:
+_BUCKETS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")  # what obstore opens
+_INSTALL = "$ pip install 'transload[remote]'"
+
+
+def bucket_store(url: str) -> tuple[ObjectStore | FsspecStore, str]:
     """The store of a URL, and its key there."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    if scheme.lower() in _BUCKETS and importlib.util.find_spec("obstore") is not None:
+        return ObjectStore(f"{scheme}://{bucket}"), key.rstrip("/")
     return FsspecStore.of(url)
+
+
+# -- obstore
+
+
+class ObjectFile:
+    """An object in a bucket."""
+
+    streams = 16
+
+    def __init__(self, store: Any, key: str, name: str) -> None:
+        import obstore
+
+        self._get, self._store, self._key, self.name = obstore.get, store, key, name
+        self._tag = ""
+        self.beginning = b""
+        try:
+            meta, data = self._read(0, _BEGINNING)
+            self.beginning = bytes(data)
+        except BrokenFileError:  # of an empty object, there is no range
+            meta = self._try(obstore.head, store, key)
+            if meta["size"]:
+                raise
+        self.size: int = meta["size"]
+        self._tag = meta["e_tag"] or ""
+        self.stamp: tuple[int, ...] = (self.size, crc32(f"{self._tag} {meta['last_modified']}".encode()))
+
+    def fill(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill views with the bytes from ``offset`` on."""
+        count = sum(map(len, views))
+        meta, data = self._read(offset, offset + count)
+        if len(data) != count or meta["size"] != self.size or (meta["e_tag"] or "") != self._tag:
+            self._changed()
+        for view in views:
+            view[:] = data[: len(view)]
+            data = data[len(view) :]
+
+    def _read(self, begin: int, end: int) -> tuple[Any, memoryview]:
+        options: dict[str, Any] = {"range": (begin, end)}
+        if self._tag:
+            options["if_match"] = self._tag
+        result = self._try(self._get, self._store, self._key, options=options)
+        return result.meta, memoryview(self._try(result.bytes))
+
+    def _try(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(*arguments, **named)
+        except Exception as error:  # noqa: BLE001 - also its own, which derive from Exception alone
+            if type(error).__name__ == "PreconditionError" or "416 Range" in str(error):
+                self._changed()
+            _refuse(error, self.name)
+
+    def _changed(self) -> NoReturn:
+        raise BrokenFileError("it was changed while it was read", where=self.name, fix="Read it again.")
+
+    def is_changed(self) -> bool:
+        """False: every answer was of the version that was opened."""
+        return False
+
+
+class ObjectStore:
+    """A bucket of S3, Google Cloud Storage or Azure."""
+
+    lists = True
+
+    def __init__(self, root: str) -> None:
+        from datetime import timedelta
+
+        from obstore.store import from_url
+
+        self._name = shown(root)
+        plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+        client = {"connect_timeout": "10 seconds", "timeout": "5 minutes", **({"allow_http": True} if plain else {})}
+        retries = {"max_retries": 6, "retry_timeout": timedelta(minutes=1)}
+        try:
+            how = {"client_options": client, "retry_config": retries, **_profile(root)}
+            self._store: Any = from_url(root, **how)
+        except Exception as error:  # noqa: BLE001 - also its own, which derive from Exception alone
+            _refuse(error, self._name)
+
+    def open(self, key: str) -> ObjectFile:
+        """Open an object."""
+        return ObjectFile(self._store, key, self.shown(key))
+
+    def list(self, key: str, most: int) -> Entries:
+        """List what begins with a key and a slash."""
+        import obstore
+
+        try:
+            result = obstore.list_with_delimiter(self._store, key or None)
+        except Exception as error:  # noqa: BLE001 - also its own, which derive from Exception alone
+            _refuse(error, self.shown(key))
+        folders = tuple(path.rstrip("/").rpartition("/")[2] for path in result["common_prefixes"])
+        files = {each["path"].rpartition("/")[2]: each["size"] for each in result["objects"][:most]}
+        if not files and not folders and key:
+            raise MissingFileError("there is no such file or folder", where=self.shown(key), fix="Check the URL.")
+        return files, folders[:most], len(result["objects"]) + len(folders) > most
+
+    def join(self, key: str, name: str) -> str:
+        """The key of something in a folder."""
+        return f"{key}/{name}" if key else name
+
+    def shown(self, key: str) -> str:
+        """The URL of a key."""
+        return f"{self._name}/{key}" if key else self._name
+
+
+_ENDPOINTS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT")
+
+
+def _profile(root: str) -> dict[str, Any]:
+    """Credentials of a profile, for which boto3 is needed: obstore itself knows the environment, and roles."""
+    folder = os.path.join(os.path.expanduser("~"), ".aws")
+    files = (os.environ.get(f"AWS_{name}_FILE", "") for name in ("SHARED_CREDENTIALS", "CONFIG"))
+    profiles = any(map(os.path.exists, (*files, os.path.join(folder, "credentials"), os.path.join(folder, "config"))))
+    signed = os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true")
+    if not root.startswith("s3") or signed or not profiles or importlib.util.find_spec("boto3") is None:
+        return {}
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    return {"credential_provider": Boto3CredentialProvider()}
+
+
+# -- fsspec
 
 
 class FsspecFile:
@@ -98,9 +232,10 @@ class FsspecStore:
 
             files, key = url_to_fs(url)
         except ImportError as error:
-            scheme = url.partition("://")[0]
-            what = f"{scheme}:// needs a library that is not installed: {error}"
-            raise CannotReadError(what, where=shown(url), fix="$ pip install 'transload[remote]'") from error
+            scheme = url.partition("://")[0].lower()
+            what = f"{scheme}:// needs a library that is not installed"
+            fix = _INSTALL if scheme in _BUCKETS or "fsspec" in str(error) else f"{error}."
+            raise CannotReadError(what, where=shown(url), fix=fix) from error
         except Exception as error:  # noqa: BLE001 - libraries raise what they like
             _refuse(error, shown(url))
         key = key.rstrip("/")

@@ -117,9 +117,9 @@ class Client:
     __del__ = close
 
     @contextmanager
-    def get(self, url: str, headers: Mapping[str, str]) -> Iterator[Answer]:
-        """The answer to a GET request, after redirects. Without ``Authorization`` from another server."""
-        headers, start = dict(headers), urlsplit(url)
+    def get(self, url: str, headers: Mapping[str, str], owner: str) -> Iterator[Answer]:
+        """The answer to a GET request, after redirects. Only the server of ``owner`` gets ``Authorization``."""
+        headers, start = dict(headers), urlsplit(owner)
         first: HTTPMessage | None = None
         for _ in range(_REDIRECTS):
             at = urlsplit(url)
@@ -264,7 +264,7 @@ class HttpFile:
             nonlocal offset
             begin = offset
             headers = {**self._headers, "Range": f"bytes={begin}-{end - 1}"}
-            with self._client.get(self._direct, headers) as answer:
+            with self._client.get(self._direct, headers, self._url) as answer:
                 self._check(answer, begin, end)
                 while waiting:
                     count = answer.read_into(waiting[-1])
@@ -285,7 +285,7 @@ class HttpFile:
         def read() -> bytes:
             data.clear()
             headers = {**self._headers, "Range": f"bytes=0-{BEGINNING - 1}"}
-            with self._client.get(self._direct, headers) as answer:
+            with self._client.get(self._direct, headers, self._url) as answer:
                 self.commit = answer.first.get("X-Repo-Commit", "")
                 self.link = answer.headers.get("Link", "")
                 if answer.status == 416 and answer.headers.get("Content-Range", "").endswith("*/0"):

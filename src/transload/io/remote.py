@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -29,6 +30,7 @@ _END = 128 << 10  # has the directory of 1,900 records
 _KEPT = 1 << 20  # longer reads are not kept
 _WINDOWS = 16
 _PIECE = 4 << 20  # of a long read, whose pieces are read at the same time
+_MOST_PREPARED = 64 << 20
 _MOST_OPENED = 256  # files of a folder that are opened before they are needed: each has its beginning in memory
 _SUFFIXES = (
     *(".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".pt2", ".ptl", ".mar", ".zip"),
@@ -111,7 +113,8 @@ class RemoteSource(Source):
         self.name, self.size = file.name, file.size
         self.streams, self.stamp = file.streams, file.stamp
         self._file: RemoteFile | None = file
-        self._windows: deque[tuple[int, bytes]] = deque([(0, file.beginning)], _WINDOWS)
+        self._windows: tuple[tuple[int, bytes], ...] = ((0, file.beginning),)
+        self._prepared: list[tuple[int, bytes]] = []
         self._lock = allocate_lock()
         self._claims: list[Claim] = []
         self._ends: list[int] = []
@@ -120,9 +123,9 @@ class RemoteSource(Source):
     def _read(self, offset: int, count: int) -> bytes:
         end = offset + count
         begin, before = offset, b""
-        for start, data in [*self._windows]:
-            if start <= offset and end <= start + len(data):
-                return data[offset - start : end - start]
+        if held := self._held(offset, count):
+            return held[1][offset - held[0] : end - held[0]]
+        for start, data in self._windows:
             if start <= offset <= start + len(data) + self.gap and start + len(data) > begin - len(before):
                 begin, before = start, data  # what is between is cheaper than another request
         fetched = begin + len(before)
@@ -135,17 +138,15 @@ class RemoteSource(Source):
         data = before + new if before else bytes(new)
         if len(data) <= _KEPT:
             with self._lock:
-                if before and (begin, before) in self._windows:
-                    self._windows.remove((begin, before))
-                self._windows.append((begin, data))
+                others = (window for window in self._windows if window != (begin, before))
+                self._windows = (*others, (begin, data))[-_WINDOWS:]
         return data[offset - begin : end - begin]
 
     def _fill(self, offset: int, buffer: memoryview) -> int:
         count = len(buffer)
-        for start, data in [*self._windows]:
-            if start <= offset and offset + count <= start + len(data):
-                buffer[:] = memoryview(data)[offset - start : offset - start + count]
-                return count
+        if held := self._held(offset, count):
+            buffer[:] = memoryview(held[1])[offset - held[0] : offset - held[0] + count]
+            return count
         if count <= _PIECE:
             self._fetch(offset, buffer)
             return count
@@ -156,27 +157,48 @@ class RemoteSource(Source):
 
     def read_all(self, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """What ``read`` returns for each of several ranges, which are read at the same time."""
+        spans = self._read_spans(ranges)
+        begins = [begin for begin, _ in spans]
+        out: list[bytes] = []
+        for offset, count in ranges:
+            begin, data = spans[bisect_right(begins, offset) - 1] if spans else (0, b"")
+            inside = 0 <= offset < self.size and count > 0
+            out.append(bytes(data[offset - begin : offset - begin + count]) if inside else b"")
+        return out
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Read small ranges that will be needed, at the same time, and keep them."""
+        spans = self._read_spans([each for each in ranges if not self.holds(*each)])
+        with self._lock:
+            held = sorted([*self._prepared, *((begin, bytes(data)) for begin, data in spans)])
+            if sum(len(data) for _, data in held) <= _MOST_PREPARED:
+                self._prepared = held
+
+    def _read_spans(self, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, bytearray]]:
+        """The bytes of ranges, in order, those that are close together as one."""
         spans: list[tuple[int, bytearray]] = []
         for offset, count in sorted(ranges):
             end = min(offset + count, self.size)
             if offset < 0 or offset >= end:
                 continue
-            if spans and end - spans[-1][0] <= _PIECE and offset <= spans[-1][0] + len(spans[-1][1]) + self.gap:
+            if spans and end - spans[-1][0] <= _PIECE and offset <= spans[-1][0] + len(spans[-1][1]) + _AHEAD:
                 spans[-1][1].extend(bytes(max(0, end - spans[-1][0] - len(spans[-1][1]))))
             else:
                 spans.append((offset, bytearray(end - offset)))
         together([partial(self._fill, begin, memoryview(data)) for begin, data in spans], self.streams)
-        begins = [begin for begin, _ in spans]
-        out: list[bytes] = []
-        for offset, count in ranges:
-            begin, data = spans[bisect_right(begins, offset) - 1] if spans else (0, bytearray())
-            inside = 0 <= offset < self.size and count > 0
-            out.append(bytes(data[offset - begin : offset - begin + count]) if inside else b"")
-        return out
+        return spans
+
+    def _held(self, offset: int, count: int) -> tuple[int, bytes] | None:
+        """The bytes that are kept around a range, and where they begin."""
+        at = bisect_right(self._prepared, offset, key=itemgetter(0)) - 1
+        for start, data in (*self._windows, *self._prepared[max(0, at) : at + 1]):
+            if start <= offset and offset + count <= start + len(data):
+                return start, data
+        return None
 
     def holds(self, offset: int, count: int) -> bool:
         """Whether bytes can be read without a request."""
-        return any(start <= offset and offset + count <= start + len(data) for start, data in [*self._windows])
+        return self._held(offset, count) is not None
 
     def expect(self, claims: Sequence[Claim]) -> None:
         """Check claims about bytes when bytes next to them are read."""
@@ -233,8 +255,9 @@ class RemoteSource(Source):
 class RemoteFolder(Folder):
     """A folder elsewhere."""
 
-    def __init__(self, store: Store, key: str) -> None:
+    def __init__(self, store: Store, key: str, usual: tuple[str, ...] = _USUAL) -> None:
         super().__init__(store.shown(key))
+        self._usual = usual
         self._store = store
         self._key = key
         self._listings: dict[str, Listing] = {}
@@ -250,19 +273,19 @@ class RemoteFolder(Folder):
         known = self._listings.get(below)
         if known is None or (known.cut and known.entries < most):
             key = self._join(below)
-            files, folders, cut = self._store.list(key, most) if self._store.lists else (self._usual(below), (), False)
+            files, folders, cut = self._store.list(key, most) if self._store.lists else (self._look(below), (), False)
             prefix = f"{below}/" if below else ""
             known = Listing(self, prefix, dict(sorted(files.items())), tuple(sorted(folders)), cut=cut)
             self._listings[below] = known
         return known
 
-    def _usual(self, below: str) -> dict[str, int]:
+    def _look(self, below: str) -> dict[str, int]:
         """The files of the usual names that a folder has, if it cannot be listed."""
         prefix = f"{below}/" if below else ""
-        self.prepare([prefix + name for name in _USUAL])
-        found = {name: self._opened[prefix + name] for name in _USUAL}
+        self.prepare([prefix + name for name in self._usual])
+        found = {name: self._opened[prefix + name] for name in self._usual}
         files = {name: source.size for name, source in found.items() if isinstance(source, RemoteSource)}
-        if files:
+        if files or not self._usual:
             return files
         errors = [error for error in found.values() if isinstance(error, CannotReadError)]
         for error in errors:
@@ -389,6 +412,7 @@ class HubStore:
                 entries = json.loads(RemoteSource(page).read(0, page.size))
             if type(entries) is not list:
                 raise CannotReadError("the server does not list it as the Hub does", where=self.shown(key))
+            before = len(files) + len(folders)
             for entry in entries:
                 path, size = (entry.get("path"), entry.get("size")) if type(entry) is dict else (None, 0)
                 if type(path) is str and entry.get("type") != "file":
@@ -397,7 +421,7 @@ class HubStore:
                     files[path.rpartition("/")[2]] = size if type(size) is int and size >= 0 else 0
             more = _NEXT_PAGE.search(page.link)
             url = more[1] if more and more[1].startswith(f"{self._server}/") else ""
-            if len(files) + len(folders) >= most:
+            if not before < len(files) + len(folders) < most:  # a page with nothing new would be the last, too
                 return files, tuple(folders), bool(url)
         return files, tuple(folders), False
 
@@ -474,4 +498,5 @@ def remote_folder(url: str) -> tuple[Folder, str]:
         path, query, tail = url.partition("?")
         url = path.rpartition("/")[0] + "/" + query + tail
     store, key = store_of(url)
-    return RemoteFolder(store, key.rstrip("/") if store.lists else key), index
+    usual = () if index else (_METADATA,) if name == _METADATA else _USUAL
+    return RemoteFolder(store, key.rstrip("/") if store.lists else key, usual), index

@@ -77,6 +77,10 @@ class Source(Protocol):
         """Whether bytes can be read without waiting for a network."""
         return True
 
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: ARG002 - far sources need them
+        """Read small ranges that will be needed, at the same time, and keep them, if the source is ``far``."""
+        return
+
     def expect(self, claims: Sequence[Claim]) -> None:  # noqa: ARG002 - far sources need them
         """Check claims about bytes when bytes next to them are read, and raise ``BrokenFileError`` if one is wrong.
 
@@ -294,6 +298,10 @@ class Slice(Source):
         """What ``read`` returns for each of several ranges."""
         inside = [(at, max(0, min(count, self.size - at))) if at >= 0 else (0, 0) for at, count in ranges]
         return self.base.read_all([(self.offset + at, count) for at, count in inside])
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Read small ranges that will be needed, at the same time, and keep them, if the source is ``far``."""
+        self.base.prepare([(self.offset + at, min(count, self.size - at)) for at, count in ranges if at >= 0])
 
     def holds(self, offset: int, count: int) -> bool:
         """Whether bytes can be read without waiting for a network."""

@@ -49,9 +49,9 @@ class OpenCheckpoint:
     """A checkpoint and its open files.
 
     ``checkpoint`` is the judged whole. ``files`` are the complete checkpoints in it, in order: the one file, or the
-    shards. ``tree`` and ``verify`` are as for ``read_source``; files next to the checkpoint count only for ``inspect``,
-    with ``neighbours``. With ``lazy``, many small archives may stay unopened until they are read. As a context manager
-    it closes what it opened. May be used from several threads.
+    shards. ``tree``, ``verify`` and ``headers`` are as for ``read_source``; files next to the checkpoint count only for
+    ``inspect``, with ``neighbours``. With ``lazy``, many small archives may stay unopened until they are read. As a
+    context manager it closes what it opened. May be used from several threads.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class OpenCheckpoint:
         *,
         tree: bool = True,
         verify: bool = False,
+        headers: bool = False,
         neighbours: bool = False,
         lazy: bool = False,
     ) -> None:
@@ -67,7 +68,7 @@ class OpenCheckpoint:
 
         self.closed = False
         self._open: dict[str, Source] = {}
-        self._options: dict[str, bool] = {"tree": tree, "verify": verify}
+        self._options: dict[str, bool] = {"tree": tree, "verify": verify, "headers": headers}
         self._lazy = lazy and not verify
         self._stream: ObjectSource | None = None  # the file object that it is read from
         self._folder: Folder | None = None  # the folder of its files, if there are several
@@ -218,16 +219,16 @@ class OpenCheckpoint:
         folder, index = folder_of(path)
         self._folder = folder
         files = self._parts
-        verify = self._options["verify"]
+        verify, headers = self._options["verify"], self._options["headers"]
 
         def read(name: str) -> Checkpoint:
             source = self._member(folder, name)
-            checkpoint = read_source(source, verify=verify)
+            checkpoint = read_source(source, verify=verify, headers=headers)
             files[name] = CheckpointFile(checkpoint, lambda _: source, folder.path(name), name)
             return checkpoint
 
         def read_item(source: Source) -> Checkpoint:
-            checkpoint = read_source(source, verify=verify)
+            checkpoint = read_source(source, verify=verify, headers=headers)
             files[source.name] = CheckpointFile(checkpoint, lambda _: source, name=source.name)
             return checkpoint
 

@@ -59,7 +59,7 @@ def verify(
             raise UsageError(f"expected the path of a manifest, not {type(against).__name__}")
         manifest = read_manifest(os.fspath(against))
     hashes = hashes or manifest is not None
-    with OpenCheckpoint(f) as opened:
+    with OpenCheckpoint(f, headers=True) as opened:
         reader = opened.elements
         records = records_of(reader)
         sums = TensorSums(reader, records, hashes=hashes, values=values)

@@ -38,6 +38,7 @@ METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 # Opening an item takes up to a millisecond. If there are more, those of tensors are opened when they are read.
 FEW_ITEMS = 1_000
+_ITEM_END = 2 << 10  # has the directory of the archive of a tensor; or its index
 # Those that are not plain arrays are opened at once. A hostile index can say so of a million.
 _MAX_ODD = 1_000
 # A path of a million steps would take as long to make for each of a million entries.
@@ -473,6 +474,10 @@ class _Items:
             merger.note("dcp-items-overlap", f"{len(places):,} entries together are longer than the file", file)
             return
         opaque: dict[str, list[str]] = {}
+        if source.far:  # an item is an archive: its directory is at its end, its index at its beginning
+            items = [place for place in places if opens or self._entries.get(place.name) is None]
+            ends = [(place.offset + max(0, place.length - _ITEM_END), _ITEM_END) for place in items]
+            source.prepare([*((place.offset, _ITEM_END) for place in items), *ends])
         for place in places:
             described = self._entries.get(place.name)
             if place.transforms and (why := why_packed(", ".join(place.transforms))):
