@@ -19,6 +19,7 @@ _SECRETS = re.compile(r"\?\S+|//[^/@\s]+@")
 
 
 _BUCKETS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")  # what obstore opens
+_RETRIES = 6
 _INSTALL = "$ pip install 'transload[remote]'"
 
 
@@ -102,7 +103,7 @@ class ObjectStore:
         self._name = shown(root)
         plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
         client = {"connect_timeout": "10 seconds", "timeout": "5 minutes", **({"allow_http": True} if plain else {})}
-        retries = {"max_retries": 6, "retry_timeout": timedelta(minutes=1)}
+        retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(minutes=1)}
         try:
             how = {"client_options": client, "retry_config": retries, **_profile(root)}
             self._store: Any = from_url(root, **how)
@@ -161,6 +162,7 @@ class FsspecFile:
     def __init__(self, files: Any, key: str, name: str) -> None:
         self._files, self._key, self.name = files, key, name
         self.streams = 16 if getattr(files, "async_impl", False) else 1
+        _forget(files, key)
         info = self._call(files.info, key)
         if info.get("type", "file") != "file":
             raise CannotReadError("this is a folder", where=name, fix="Add a slash at its end.")
@@ -179,8 +181,7 @@ class FsspecFile:
 
     def is_changed(self) -> bool:
         """Whether the store describes it in another way than when it was opened."""
-        with suppress(Exception):
-            self._files.invalidate_cache(self._files._parent(self._key))  # noqa: SLF001 - not every one has it
+        _forget(self._files, self._key)
         return _stamp(self._call(self._files.info, self._key)) != self.stamp
 
     def _get(self, begin: int, end: int) -> bytes:
@@ -195,6 +196,13 @@ class FsspecFile:
             return function(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - libraries raise what they like
             _refuse(error, self.name)
+
+
+def _forget(files: Any, key: str) -> None:
+    """Forget what was listed before: file systems of fsspec live, and remember, as long as the program."""
+    for path in (key.rpartition("/")[0], key):
+        with suppress(Exception):
+            files.invalidate_cache(path)
 
 
 def _stamp(info: dict[str, Any]) -> tuple[int, ...]:
@@ -247,6 +255,7 @@ class FsspecStore:
 
     def list(self, key: str, most: int) -> Entries:
         """List a folder."""
+        _forget(self._files, key)
         try:
             entries: list[dict[str, Any]] = self._files.ls(key, detail=True)
         except Exception as error:  # noqa: BLE001 - libraries raise what they like
