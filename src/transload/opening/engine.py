@@ -248,7 +248,7 @@ def read_ranges(
     streams = min((source.streams for source in sources), default=1)
     facts = Facts(host, cuda, 1, None, all(file.descriptor >= 0 for file in files), streams=streams)
     if any(source.far for source in sources):
-        facts = facts._replace(far=len(requests) + (host + cuda) // CELL)
+        facts = facts._replace(far=sum((at + n) // CELL - at // CELL + 1 for _, at, n, _ in requests))
     if host + cuda >= FEW_BYTES:
         from transload.io.pool import cores
 
