@@ -52,6 +52,7 @@ def main() -> int:
         for latency in options.latency:
             with server(folder, latency / 1000) as url:
                 rows += over_http(url, latency, options.repeat)
+        write_files(folder, options.tensors // 4)  # its server copies the file for each request
         rows += over_s3(folder, options.repeat)
     if options.json:
         print(json.dumps({"machine": platform.processor() or platform.machine(), "rows": rows}, indent=1))
@@ -71,7 +72,7 @@ def write_files(folder: Path, count: int) -> None:
 
     state = {f"model.layers.{index}.weight": torch.randn(512, 1024) for index in range(count)}
     torch.save(state, folder / "a.pt")
-    transload.convert(folder / "a.pt", folder / "model.safetensors")
+    transload.convert(folder / "a.pt", folder / "model.safetensors", overwrite=True)
 
 
 # -- HTTP
@@ -199,26 +200,24 @@ def measured(
 
 def over_s3(folder: Path, repeat: int) -> list[Row]:
     """Loading from an S3 server on this machine."""
-    import torch
-
     import transload
 
     if find_spec("moto") is None or find_spec("flask") is None or find_spec("obstore") is None:
-        return [
-            dict.fromkeys(("requests", "bytes", "seconds")) | {"where": "S3", "what": "", "who": "", "note": "moto"}
-        ]
+        nothing = dict.fromkeys(("requests", "bytes", "seconds"))
+        return [{**nothing, "where": "S3", "what": "", "who": "", "note": "moto[server] or obstore is not installed"}]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     endpoint, url = f"http://127.0.0.1:{port}", "s3://bucket/model.safetensors"
     os.environ |= dict(pair.split("=") for pair in MOVES)
     os.environ |= {"AWS_ENDPOINT_URL": endpoint, "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(300):
                 with suppress(OSError):
-                    urlopen(endpoint, timeout=60).close()  # noqa: S310 - the server above
+                    urlopen(endpoint, timeout=60).close()
                     break
                 time.sleep(0.1)
             headers = {"Content-Type": "application/octet-stream"}
@@ -238,8 +237,7 @@ def over_s3(folder: Path, repeat: int) -> list[Row]:
                 from safetensors.torch import load
 
                 with fsspec.open(url, "rb") as file:
-                    tensors: dict[str, torch.Tensor] = load(file.read())
-                return tensors
+                    return dict(load(file.read()))
 
             jobs: list[tuple[str, str, str, Callable[[], object]]] = [
                 ("inspect .safetensors", "transload", "", lambda: transload.inspect(url)),
