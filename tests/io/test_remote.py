@@ -147,7 +147,8 @@ def test_formats(server: FileServer, tmp_path: Path) -> None:
     assert transload.verify(f"{server.url}/a.pt").integrity == "whole"
     assert transload.rescue(f"{server.url}/a.pt", tmp_path / "b.pt").exit_code == 0
     assert same(transload.load(tmp_path / "b.pt"), WEIGHTS)
-    assert transload.check(f"{server.url}/a.pt", "cpu").ok
+    check = transload.check(f"{server.url}/a.pt", "cpu")
+    assert (check.ok, check.plan.how) == (True, "1 thread, over the network")
 
 
 def test_long_reads_are_divided(server: FileServer) -> None:

@@ -43,16 +43,16 @@ def convert(
 ) -> Conversion:
     """Write the tensors of a checkpoint in another format. Nothing in the file is run, and torch is not needed.
 
-    ``src`` is a path (of a file or a directory), bytes, or a file object. The name of ``dst`` decides the format unless
-    ``to`` does: ``torch``, ``safetensors``, ``npz``, ``raw`` (a directory), ``dcp`` (a directory that
+    ``src`` is a path (of a file or a directory), a URL, bytes, or a file object. The name of ``dst`` decides the format
+    unless ``to`` does: ``torch``, ``safetensors``, ``npz``, ``raw`` (a directory), ``dcp`` (a directory that
     ``torch.distributed.checkpoint`` loads on any number of ranks), or ``universal`` (a universal checkpoint of
-    DeepSpeed, from which any number of ranks resumes). ``key`` chooses a part (``"model"``),
-    ``strip`` removes prefixes from the names (``"module."``), and ``dtype`` (a name, or a ``torch.dtype``) converts
-    floating-point tensors, where a number that does not fit is an error unless ``allow_inf``. From a DeepSpeed or
-    Megatron directory, only the weights are written, unless ``optimizer`` asks for everything. ``max_shard_size``
-    (``"5GB"``) splits safetensors into shards. ``verify`` compares the source with its checksums, and reads the target
-    back, byte for byte, before it gets its name. ``progress`` is ``True`` for a line on the terminal, or a function
-    that gets the bytes done and the total.
+    DeepSpeed, from which any number of ranks resumes). ``key`` chooses a part (``"model"``), ``strip`` removes prefixes
+    from the names (``"module."``), and ``dtype`` (a name, or a ``torch.dtype``) converts floating-point tensors, where
+    a number that does not fit is an error unless ``allow_inf``. From a DeepSpeed or Megatron directory, only the
+    weights are written, unless ``optimizer`` asks for everything. ``max_shard_size`` (``"5GB"``) splits safetensors
+    into shards. ``verify`` compares the source with its checksums, and reads the target back, byte for byte, before it
+    gets its name. ``progress`` is ``True`` for a line on the terminal, or a function that gets the bytes done and the
+    total.
 
     >>> transload.convert("model.pt", "model.safetensors")  # doctest: +SKIP
     >>> transload.convert("train.ckpt", "out/", key="model", strip="module.", dtype="bfloat16")  # doctest: +SKIP

@@ -57,10 +57,10 @@ def load(
 ) -> Any:
     """Load a checkpoint onto the devices of this machine: ``torch.load`` for every file format.
 
-    ``f`` is a path (of a file, a directory or the index of shards), a binary file object, or bytes. ``map_location``
-    takes what ``torch.load`` takes; or ``"auto"``: each tensor goes to the device it was saved on if this machine has
-    it, else to the GPU of this process, else to the CPU, and one ``LandingWarning`` says what was moved; or a list of
-    devices, ``["cuda:1", "cpu"]``: everything goes to the first one that this machine has.
+    ``f`` is a path (of a file, a directory or the index of shards), a URL, a binary file object, or bytes.
+    ``map_location`` takes what ``torch.load`` takes; or ``"auto"``: each tensor goes to the device it was saved on if
+    this machine has it, else to the GPU of this process, else to the CPU, and one ``LandingWarning`` says what was
+    moved; or a list of devices, ``["cuda:1", "cpu"]``: everything goes to the first one that this machine has.
 
     A file object is read from its position on, and left where ``torch.load`` leaves it, so that objects saved one after
     the other can be read until ``EOFError``; if the load fails, its position does not change.

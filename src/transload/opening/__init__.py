@@ -34,8 +34,8 @@ _ABSENT = object()  # no node: a node may be None
 def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
     """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
 
-    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object. ``verify`` reads every byte
-    and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
+    ``f`` is a path (of a file or a directory), a URL, bytes, or a seekable binary file object. ``verify`` reads every
+    byte and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
     never an exception.
 
     >>> inspect(b"<html>").integrity

@@ -26,7 +26,7 @@ from transload.frozen import Frozen, NamedTuple
 from transload.io.cache import WARM, cached_fraction
 from transload.io.cuda_driver import CudaDriver, DriverError, event_now
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
-from transload.io.sources import FileSource, Source
+from transload.io.sources import FileSource, Source, is_url
 from transload.opening.jobs import (
     CELL,
     FEW_BYTES,
@@ -133,6 +133,8 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     why = ["1 thread" if lanes == 1 else f"{lanes} threads"]
     if pinned:
         why.append(f"pinned {pinned >> 20} MiB")
+    if facts.far:
+        why.append("over the network")
     if mapped:
         why.append("the device fetches from the page cache")
     elif direct:
@@ -149,6 +151,8 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
 
 def forecast(path: str, host: int, cuda: int) -> Choice:
     """The choice for this many bytes of a file. How much of a directory is cached counts as unknown."""
+    if is_url(path):
+        return choose(Facts(host, cuda, 1, None, on_disk=False, streams=_MOST_HOST, far=(host + cuda) // CELL + 1))
     if host + cuda < FEW_BYTES:
         return choose(Facts(host, cuda, 1, None))
     from transload.io.pool import cores

@@ -42,7 +42,7 @@ def verify(
 ) -> Verification:
     """Read every byte of a checkpoint, compare all checksums, and name the tensors whose bytes have changed.
 
-    ``f`` is a path (of a file or a directory), bytes, or a seekable binary file object; torch is not needed, and
+    ``f`` is a path (of a file or a directory), a URL, bytes, or a seekable binary file object; torch is not needed, and
     nothing in the file is run. ``hashes`` computes a sha256 of each tensor and of all together, the same in every
     container; ``against`` compares them with a manifest. ``values`` counts NaN and infinities. ``progress`` is a
     function of the bytes done and the total, or True for a line on the terminal.
