@@ -61,14 +61,14 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in sent.items():
             if value:
                 self.send_header(name, value)
+        with self.server.lock:
+            self.server.sent += len(body) if self.cut < 0 else min(self.cut, len(body))
         self.end_headers()
         if 0 <= self.cut < len(body):
             self.wfile.write(body[: self.cut])
             self.hang_up()
             return
         self.wfile.write(body)
-        with self.server.lock:
-            self.server.sent += len(body)
 
     def hang_up(self) -> None:
         """Break the connection."""

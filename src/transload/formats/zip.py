@@ -452,7 +452,7 @@ def _read_locals(
         raw_name, entry_flags, entry_method, entry_crc, entry_stored, entry_size, header = entry
         if inferred and header in inferred:
             offset = inferred[header]
-            claims.append(Claim(header, offset, partial(_wrong_header, entry, name, offset)))
+            claims.append(Claim(header, offset, offset + entry_stored, partial(_wrong_header, entry, name, offset)))
             spans.append((header, offset + entry_stored, name))
             records[name] = _new(Record, (name, offset, entry_size, entry_stored, entry_crc, entry_method))
             continue

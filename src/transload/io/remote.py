@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from _thread import allocate_lock
+import sys
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
+from threading import Condition, Lock
 from typing import Any, Literal, Protocol
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -115,15 +116,18 @@ class RemoteSource(Source):
         self._file: RemoteFile | None = file
         self._windows: tuple[tuple[int, bytes], ...] = ((0, file.beginning),)
         self._prepared: list[tuple[int, bytes]] = []
-        self._lock = allocate_lock()
+        self._lock = Lock()
+        self._checking = Condition()
         self._claims: list[Claim] = []
         self._ends: list[int] = []
         self._unchecked: set[int] = set()
+        self._taken: set[int] = set()
 
     def _read(self, offset: int, count: int) -> bytes:
         end = offset + count
         begin, before = offset, b""
         if held := self._held(offset, count):
+            self._check_rest(offset, end)
             return held[1][offset - held[0] : end - held[0]]
         for start, data in self._windows:
             if start <= offset <= start + len(data) + self.gap and start + len(data) > begin - len(before):
@@ -146,6 +150,7 @@ class RemoteSource(Source):
         count = len(buffer)
         if held := self._held(offset, count):
             buffer[:] = memoryview(held[1])[offset - held[0] : offset - held[0] + count]
+            self._check_rest(offset, offset + count)
             return count
         if count <= _PIECE:
             self._fetch(offset, buffer)
@@ -202,46 +207,71 @@ class RemoteSource(Source):
 
     def expect(self, claims: Sequence[Claim]) -> None:
         """Check claims about bytes when bytes next to them are read."""
-        with self._lock:
+        with self._checking:
             self._claims = sorted([*self._claims, *claims], key=lambda claim: claim.end)
             self._ends = [claim.end for claim in self._claims]
             self._unchecked.update(claim.end for claim in claims)
 
     def _fetch(self, begin: int, buffer: memoryview) -> None:
-        """Read from the file, and check the claims about the records that this touches, each once."""
-        file = self._file
-        if file is None:
-            raise CannotReadError("it was closed", where=self.name, fix="Open it again to read.")
+        """Read from the file, together with the headers right before and between these bytes, and check all claims."""
         end = begin + len(buffer)
-        claims: list[Claim] = []
-        if self._unchecked:
-            with self._lock:
+        near = self._take(begin, end, _AHEAD) if self._unchecked else []
+        try:
+            start = min([begin, *(claim.begin for claim in near)])
+            before = memoryview(bytearray(begin - start))
+            self._opened().fill(start, [before, buffer])
+            for claim in near:
+                at, stop = claim.begin - start, claim.end - start
+                inside = buffer[max(0, at - len(before)) : max(0, stop - len(before))]
+                self._check(claim, bytes(before[at:stop]) + bytes(inside))
+        finally:
+            self._release(near)
+        self._check_rest(begin, end)
+
+    def _check_rest(self, begin: int, end: int) -> None:
+        """Check the claims about bytes that were read without what the claims are about."""
+        while self._unchecked and (far := self._take(begin, end, wait=True)):
+            try:
+                headers = [bytearray(claim.end - claim.begin) for claim in far]
+                for claim, header in zip(far, headers, strict=True):
+                    self._opened().fill(claim.begin, [memoryview(header)])
+                    self._check(claim, bytes(header))
+            finally:
+                self._release(far)
+
+    def _take(self, begin: int, end: int, distance: int = sys.maxsize, *, wait: bool = False) -> list[Claim]:
+        """The claims about bytes of a range, begun at most so far before it, that no thread has checked or taken.
+
+        With ``wait``, wait for those that another thread has taken.
+        """
+        with self._checking:
+            while True:
                 first = max(0, bisect_right(self._ends, begin) - 1)
                 touched = self._claims[first : bisect_left(self._ends, end)]
-                claims = [claim for claim in touched if claim.end in self._unchecked]
-                self._unchecked.difference_update(claim.end for claim in claims)
-        try:
-            start = min([begin, *(claim.begin for claim in claims if begin - claim.begin < _AHEAD)])
-            before = memoryview(bytearray(begin - start))
-            file.fill(start, [before, buffer])
-            for claim in claims:
-                if claim.begin >= start:
-                    at, stop = claim.begin - start, claim.end - start
-                    held = bytes(before[at:stop]) + bytes(buffer[max(0, at - len(before)) : max(0, stop - len(before))])
-                else:  # it is far from the bytes that are wanted
-                    scratch = bytearray(claim.end - claim.begin)
-                    file.fill(claim.begin, [memoryview(scratch)])
-                    held = bytes(scratch)
-                self._check(claim, held)
-        except BaseException:
-            with self._lock:
-                self._unchecked.update(claim.end for claim in claims)
-            raise
+                left = [claim for claim in touched if claim.end in self._unchecked and claim.reach > begin]
+                mine = [claim for claim in left if begin - claim.begin < distance and claim.end not in self._taken]
+                if mine or not (wait and left):
+                    self._taken.update(claim.end for claim in mine)
+                    return mine
+                self._checking.wait()
 
-    def _check(self, claim: Claim, held: bytes) -> None:
-        if wrong := claim.wrong(held):
+    def _release(self, claims: list[Claim]) -> None:
+        if claims:
+            with self._checking:
+                self._taken.difference_update(claim.end for claim in claims)
+                self._checking.notify_all()
+
+    def _check(self, claim: Claim, header: bytes) -> None:
+        if wrong := claim.wrong(header):
             fix = "Nothing that this file says can be relied on. Get it again from its author."
             raise BrokenFileError(wrong, where=self.name, fix=fix)
+        with self._checking:
+            self._unchecked.discard(claim.end)
+
+    def _opened(self) -> RemoteFile:
+        if self._file is None:
+            raise CannotReadError("it was closed", where=self.name, fix="Open it again to read.")
+        return self._file
 
     def is_changed(self) -> bool:
         """Whether the file was changed since it was opened."""

@@ -98,10 +98,11 @@ class Source(Protocol):
 
 
 class Claim(NamedTuple):
-    """What bytes must be if those after them are to be read; ``wrong`` says what is wrong with them, if anything."""
+    """What bytes must be if those from ``end`` to ``reach`` are to be read; ``wrong`` says what is wrong with them."""
 
     begin: int
     end: int
+    reach: int
     wrong: Callable[[bytes], str]
 
 
@@ -310,7 +311,9 @@ class Slice(Source):
     def expect(self, claims: Sequence[Claim]) -> None:
         """Check claims about bytes when bytes next to them are read."""
         begin = self.offset
-        self.base.expect([Claim(begin + claim.begin, begin + claim.end, claim.wrong) for claim in claims])
+        self.base.expect(
+            [Claim(begin + claim.begin, begin + claim.end, begin + claim.reach, claim.wrong) for claim in claims]
+        )
 
     def _read(self, offset: int, count: int) -> bytes:
         return self.base.read(self.offset + offset, count)

@@ -224,8 +224,11 @@ def _read(
     except ShortReadError as end:
         reader, storage = owners[end.request]
         raise reader.lost(storage, file_ends(storage.nbytes - end.received)) from end
-    except BrokenFileError as error:  # a compressed storage, which is read alone, is damaged
+    except BrokenFileError as error:
         reader, storage = owners[0]
+        if not storage.compressed:  # the file itself was changed, or contradicts itself
+            raise
+        # A compressed storage, which is read alone, is damaged.
         raise reader.lost(storage, error.what, "are damaged") from error
     if checksums is not None:
         for (reader, storage), value in zip(owners, checksums.whole(len(owners)), strict=True):

@@ -15,7 +15,8 @@ from threading import Lock, Thread
 
 from transload.errors import LoadError
 from transload.io.cache import WARM, cached_fraction, is_in_memory
-from transload.io.sources import FileSource, is_set
+from transload.io.paths import is_set
+from transload.io.sources import FileSource, is_url
 
 __all__ = ["Prefetch", "prefetch", "take_over"]
 
@@ -130,7 +131,9 @@ def _identity(descriptor: int) -> tuple[int, int]:
 
 
 def _files(path: str) -> list[str]:
-    """The files of a checkpoint."""
+    """The files of a checkpoint; none of one elsewhere."""
+    if is_url(path):
+        return []
     if not is_set(path):
         return [path]
     from transload.opening import OpenCheckpoint
