@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 from zlib import crc32
 
+_PIECE = 1 << 18
+
 
 class Handler(BaseHTTPRequestHandler):
     """Answers with the files of the server; ``server.fault`` may answer first, and say so by returning true."""
@@ -61,14 +63,16 @@ class Handler(BaseHTTPRequestHandler):
         for name, value in sent.items():
             if value:
                 self.send_header(name, value)
-        with self.server.lock:
-            self.server.sent += len(body) if self.cut < 0 else min(self.cut, len(body))
         self.end_headers()
-        if 0 <= self.cut < len(body):
-            self.wfile.write(body[: self.cut])
+        is_cut = 0 <= self.cut < len(body)
+        left = memoryview(body)[: self.cut if is_cut else len(body)]
+        while left:
+            with self.server.lock:
+                self.server.sent += len(left[:_PIECE])
+            self.wfile.write(left[:_PIECE])
+            left = left[_PIECE:]
+        if is_cut:
             self.hang_up()
-            return
-        self.wfile.write(body)
 
     def hang_up(self) -> None:
         """Break the connection."""
