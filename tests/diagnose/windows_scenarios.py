@@ -38,7 +38,7 @@ from transload.diagnose.probes import probe
 from transload.diagnose.probes.libraries import torch_libraries
 from transload.diagnose.report import Diagnosis, judge_machine, report
 from transload.diagnose.windows import MemoryStatus
-from transload.machine import Machine, Torch, TorchLibraries, TorchRun
+from transload.machine import ExtensionPackage, Machine, Torch, TorchLibraries, TorchRun
 from transload.render.lines import as_text
 
 ADA = (Gpu("NVIDIA GeForce RTX 4090", (8, 9)),)
@@ -49,6 +49,9 @@ STORE = (
     "\\LocalCache\\local-packages\\Python313\\site-packages"
 )
 """Where the Store's Python installs packages."""
+XFORMERS = ExtensionPackage(
+    "xformers", "0.0.35", rf"{TORCH}/../xformers/_C.pyd".replace("/", "\\"), undefined=("torch_library_impl",)
+)
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
@@ -272,6 +275,14 @@ WINDOWS_SCENARIOS: dict[str, WindowsScenario] = {
             "python__environment": "store",
             "torch__installs": (replace(install(), location=f"{STORE}\\torch", missing=("lib/c10.dll: absent",)),),
         },
+    ),
+    # packages beside torch
+    "package for another torch": WindowsScenario("P06", facts={"extensions": (XFORMERS,)}),
+    "package without code for the card": WindowsScenario(
+        "A03",
+        facts={"extensions": (ExtensionPackage("xformers", "0.0.35", architectures=("sm_75", "sm_80")),)},
+        cards=(Adapter(RTX_5090),),
+        gpus=(Gpu("NVIDIA GeForce RTX 5090", (12, 0)),),
     ),
     # torch
     "CPU build": WindowsScenario("T02", torch=""),
