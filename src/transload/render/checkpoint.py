@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from re import compile as regex
 from typing import Any
 
-from transload.contents import Contents, Key, Tensor
+from transload.contents import Contents, GlobalUse, Key, Tensor
 from transload.findings import SEVERITIES, Finding, first_lines, join_names
 from transload.frozen import NamedTuple
 from transload.geometry import Box, box_words
@@ -37,7 +37,7 @@ INTEGRITY: dict[str, tuple[str, str]] = {
 SEVERITY: dict[str, tuple[str, str]] = {"error": ("bad", "✗"), "warning": ("trust", "!"), "note": ("dim", "·")}
 
 # Verdicts on single names, the worst first.
-_NAMES: dict[str, tuple[str, str]] = {
+NAMES: dict[str, tuple[str, str]] = {
     "dangerous": ("bad", "runs code of the file's choosing"),
     "unknown": ("trust", "not part of plain checkpoints: what it does depends on who made it"),
     "harmless": ("trust", "known and harmless, but torch does not load it by default"),
@@ -321,18 +321,22 @@ def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:
     yield from heading("globals", count(len(checkpoint.globals)))
     if not checkpoint.globals:
         yield note("it imports nothing")
-    for verdict, (role, words) in _NAMES.items():
+    for verdict, (role, words) in NAMES.items():
         rows: list[tuple[Words, ...]] = []
         for use in (use for use in checkpoint.globals if use.verdict == verdict):
             spelled = f" (written {printable(use.spelling)})" if use.spelling else ""
-            number = use.called or use.built or 1
-            verb = "called" if use.called else "built" if use.built else "imported"
-            times = f"{verb} {count(number)}×" if number > 1 else verb
             name = ((printable(use.full_name), ""), (spelled, "dim"))
-            rows.append((name, times, printable(use.purpose), printable(use.stream, 40)))
+            rows.append((name, times_used(use), printable(use.purpose), printable(use.stream, 40)))
         if rows:
             yield Prose(((verdict, role), (f": {words}", "dim")), lead="  ")
             yield Table(rows, dim=(1, 2, 3), shrinks=(2, 0), drops=(3,), indent=4)
+
+
+def times_used(use: GlobalUse) -> str:
+    """What the file does with a name, and how often."""
+    number = use.called or use.built or 1
+    verb = "called" if use.called else "built" if use.built else "imported"
+    return f"{verb} {count(number)}×" if number > 1 else verb
 
 
 # -- tensor names as a tree, with repetition folded: thirty-two equal layers become one line, followed by one of them
