@@ -318,7 +318,7 @@ def test_zipapp_explains_an_error(zipapp: Path, tmp_path: Path) -> None:
 
 
 def test_zipapp_contains_all_data_files(zipapp: Path) -> None:
-    paths = (path for kind in ("*.json", "*.md", "*.css") for path in PACKAGE.rglob(kind))
+    paths = (path for kind in ("*.json", "*.md", "*.css", "*.js") for path in PACKAGE.rglob(kind))
     data = {path.relative_to(PACKAGE.parent).as_posix() for path in paths}
     assert data
     with ZipFile(zipapp) as archive:

@@ -37,6 +37,12 @@ class Checkpoint(Contents):
 
         return "".join(fragment(self))
 
+    def to_html(self) -> str:
+        """A report for a browser, as ``transload inspect --html`` writes it: one page that needs no network."""
+        from transload.render.html_report import page
+
+        return "".join(page([self]))
+
 
 class Draft:
     """A checkpoint while it is read: what its reader has found so far."""

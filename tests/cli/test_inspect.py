@@ -254,3 +254,39 @@ def test_closed_standard_input_is_an_error(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(sys, "stdin", None)
     assert main(["inspect", "-"]) == 2
     assert capsys.readouterr().err == "transload: -: standard input is closed\n"
+
+
+@pytest.mark.usefixtures("_fake_files")
+def test_html_writes_a_report_about_the_files_that_could_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "out.html"
+    assert main(["inspect", "good.pt", "--html", str(path)]) == 0
+    assert "written: " in capsys.readouterr().out
+    assert "good.pt" in path.read_text(encoding="utf-8")
+    assert main(["inspect", "--html", str(path), "--force", "good.pt", "trust.pt", "none.pt"]) == 2
+    assert "1 file of 3 could not be read" in path.read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["inspect", "damaged.pt", "--html", str(path), "--force", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["integrity"] == "damaged"
+    assert "it ends early" in path.read_text(encoding="utf-8")
+    assert main(["inspect", "none.pt", "--html", str(tmp_path / "none.html")]) == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out.html"]
+
+
+@pytest.mark.usefixtures("_fake_files")
+def test_html_replaces_nothing_unasked_and_only_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "out.html"
+    assert main(["inspect", "good.pt", "--html", str(path)]) == 0
+    before = path.read_bytes()
+    assert main(["inspect", "damaged.pt", "--html", str(path)]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    model = tmp_path / "model.pt"
+    for content in (b"", b"PK\x03\x04", b"<!doctype html>\n<html>my page</html>"):
+        model.write_bytes(content)
+        assert main(["inspect", "good.pt", "--html", str(model), "--force"]) == 2
+        assert "only reports" in capsys.readouterr().err
+        assert model.read_bytes() == content
+    for refused in (str(tmp_path), str(tmp_path / "none" / "out.html"), ""):
+        assert main(["inspect", "good.pt", "--force", "--html", refused]) == 2

@@ -49,7 +49,20 @@ def test_html_is_well_formed_and_has_no_script(
 ) -> None:
     for checkpoint in (transformer, training, web_page, hostile):
         page = Page(checkpoint._repr_html_())
-        assert set(page.tags) <= {"div", "style", "pre", "span", "b", "i", "dl", "dt", "dd", "details", "summary"}
+        assert set(page.tags) <= {
+            "div",
+            "style",
+            "pre",
+            "span",
+            "b",
+            "i",
+            "dl",
+            "dt",
+            "dd",
+            "details",
+            "summary",
+            "code",
+        }
         assert {name for name, _ in page.attributes} <= {"class", "style", "open"}
 
 
@@ -89,7 +102,7 @@ def test_html_is_bounded_and_counts_what_is_left_out(transformer: Checkpoint) ->
 def test_code_in_a_fix_is_preceded_by_a_warning_about_trust(training: Checkpoint) -> None:
     finding = Finding("needs-trust", "warning", "names", fix=("import torch", "with torch:", "Ask its author."))
     text = replace(training, findings=(finding,))._repr_html_()
-    assert f'<div class="tl-fix">{TRUSTED}\nimport torch\nwith torch:</div><div class="tl-fix">Ask' in text
+    assert f'<div class="tl-fix">{TRUSTED}\n<code>import torch\nwith torch:</code></div><div class="tl-fix">Ask' in text
 
 
 def test_html_of_other_results_is_their_text() -> None:

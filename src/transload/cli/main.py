@@ -279,4 +279,18 @@ def run_inspect(arguments: Namespace) -> int:
                 f = sys.stdin.buffer if sys.stdin.seekable() else Piped(sys.stdin.buffer.read())
         return inspect(f, verify=arguments.verify)
 
-    return for_each(arguments, arguments.paths, examine, report, several)[1]
+    if arguments.html is None:
+        return for_each(arguments, arguments.paths, examine, report, several)[1]
+    from transload.cli.output import print_error, refuse_page, write_page
+    from transload.errors import TransloadError
+    from transload.render.html_report import page
+
+    refuse_page(arguments.html, overwrite=arguments.force)  # before anything is read
+    read, code = for_each(arguments, arguments.paths, examine, report, several)
+    if read:
+        try:
+            write_page(arguments.html, page(read, len(arguments.paths)), arguments)
+        except TransloadError as error:  # not as JSON: with a second document, the output cannot be parsed
+            print_error(error)
+            return 2
+    return code

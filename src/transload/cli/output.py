@@ -128,3 +128,41 @@ def for_each(
     elif results:
         show(report(results[0]), arguments.color)
     return results, 2 if failed else int(not all(getattr(result, "ok", True) for result in results))
+
+
+def refuse_page(path: str, *, overwrite: bool) -> None:
+    """Refuse a path where no report can be written. ``--force`` replaces only reports: it may be a checkpoint."""
+    from transload.errors import UsageError
+    from transload.io.atomic import refuse_missing_directory, target_path
+    from transload.io.sources import FileSource
+    from transload.render.html_report import GENERATOR, is_report
+
+    target = target_path(path)
+    if os.path.isdir(target):
+        raise UsageError("it is a directory", where=path, fix="Add the name of a file.")
+    if os.path.lexists(target):
+        if not overwrite:
+            raise UsageError("already exists", where=path, fix="Replace it with --force, or choose another name.")
+        if os.path.exists(target):
+            source = FileSource(target)
+            try:
+                start = source.read(0, min(source.size, len(GENERATOR)))
+            finally:
+                source.close()
+            if not is_report(bytes(start)):
+                what = "it is not a report, and --force replaces only reports"
+                raise UsageError(what, where=path, fix="Choose another name.")
+    refuse_missing_directory(target)
+
+
+def write_page(path: str, pieces: Iterable[str], arguments: Namespace) -> None:
+    """Write a page, whole or not at all, and say so."""
+    from transload.io.atomic import AtomicFile
+    from transload.render.lines import BLANK, note
+    from transload.render.words import path_text, size
+
+    data = "".join(pieces).encode("utf-8")
+    with AtomicFile(path) as file:
+        file.write([data])
+    if not arguments.json:
+        show([BLANK, note(f"{path_text(path, None)} written: {size(len(data))}")], arguments.color)

@@ -72,13 +72,14 @@ def page(checkpoints: Sequence[Contents], total: int = 1) -> Iterator[str]:
 
 def _overview(checkpoints: Sequence[Contents], total: int) -> Iterator[str]:
     """A table of the files, each a link to its section."""
-    yield '<div class="card"><div class="wide"><table class="files"><thead><tr><th>file<th>format<th class="num">tensors'
-    yield '<th class="num">size<th>safety<th>integrity</thead><tbody>'
+    yield '<div class="card"><div class="wide"><table class="files"><thead><tr><th>file<th>safety<th>integrity'
+    yield '<th class="num">tensors<th class="num">size<th>format</thead><tbody>'
     for number, checkpoint in enumerate(checkpoints):
-        yield f'<tr><td><a href="#file-{number}">{safe(checkpoint.path)}</a><td>{escape(format_words(checkpoint))}'
-        yield f'<td class="num">{count(len(checkpoint.tensors))}<td class="num">{size(checkpoint.nbytes)}'
+        yield f'<tr><td><a href="#file-{number}">{safe(checkpoint.path)}</a>'
         for verdict, scale in ((checkpoint.safety, SAFETY), (checkpoint.integrity, INTEGRITY)):
             yield f'<td><b class="tl-{scale[verdict][0]} ink">{verdict}</b>'
+        yield f'<td class="num">{count(len(checkpoint.tensors))}<td class="num">{size(checkpoint.nbytes)}'
+        yield f"<td>{escape(format_words(checkpoint))}"
     yield "</tbody></table></div>"
     if missing := total - len(checkpoints):
         yield f'<p class="tl-bad ink">{plural(missing, "file")} of {total:,} could not be read and is not here.</p>'
@@ -98,9 +99,12 @@ def _about(checkpoint: Contents) -> Iterator[str]:
         yield '<div class="card explorer" hidden><h2>Tensors</h2><div class="tools">'
         yield '<input type="search" placeholder="Filter: layers.3 bfloat16 …" aria-label="Filter tensors">'
         yield '<span class="switch" role="group" aria-label="Divide the bytes by"></span></div>'
-        yield '<div class="crumbs"></div><div class="map"><canvas tabindex="0"></canvas></div><div class="legend"></div>'
-        yield '<div class="table"></div><div class="detail" aria-live="polite"></div>'
-        yield more(len(checkpoint.tensors) - MAX_ROWS, "{:,} tensors are not in this page; --tensors lists all") + "</div>"
+        yield '<div class="crumbs"></div><div class="map"><canvas tabindex="0"></canvas></div>'
+        yield '<div class="legend"></div><div class="table"></div><div class="detail" aria-live="polite"></div>'
+        yield (
+            more(len(checkpoint.tensors) - MAX_ROWS, "{:,} tensors are not in this page; --tensors lists all")
+            + "</div>"
+        )
         yield from _plain_table(checkpoint.tensors)
     yield from _sharing(checkpoint)
     if any(checkpoint.storages) or any(checkpoint.records):
@@ -112,16 +116,11 @@ def _about(checkpoint: Contents) -> Iterator[str]:
         rows = [(safe(leaf.name), safe(leaf.kind, 60), safe(leaf.text)) for leaf in leaves[:_VALUES]]
         yield from _listing("Values", len(leaves), ("name", "type", "value"), rows)
     if parts := checkpoint.parts:
-        rows = [
-            (
-                safe(part.name),
-                safe(part.kind),
-                size(part.nbytes),
-                safe(", ".join(f"{name} {value}" for name, value in part.facts)),
-            )
-            for part in parts[:_FILES]
-        ]
-        yield from _listing("Parts", len(parts), ("name", "kind", "size", "facts"), rows)
+        listed = []
+        for part in parts[:_FILES]:
+            facts = ", ".join(f"{name} {value}" for name, value in part.facts)
+            listed.append((safe(part.name), safe(part.kind), size(part.nbytes), safe(facts)))
+        yield from _listing("Parts", len(parts), ("name", "kind", "size", "facts"), listed)
 
     text = json.dumps(columns(checkpoint), separators=(",", ":"))
     if len(text) <= _SMALL:
@@ -133,8 +132,8 @@ def _about(checkpoint: Contents) -> Iterator[str]:
 
 def _listing(title: str, total: int, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table that can be opened; the rows are HTML."""
-    yield f'<details class="card"><summary><h2>{title}</h2> {count(total)}</summary><div class="wide"><table><thead><tr>'
-    yield "".join(f"<th>{name}" for name in titles) + "</thead><tbody>"
+    yield f'<details class="card"><summary><h2>{title}</h2> {count(total)}</summary>'
+    yield '<div class="wide"><table><thead><tr>' + "".join(f"<th>{name}" for name in titles) + "</thead><tbody>"
     yield from (f"<tr><td>{'<td>'.join(row)}" for row in rows)
     yield f"</tbody></table></div>{more(total - len(rows))}</details>"
 
@@ -158,12 +157,14 @@ def _sharing(checkpoint: Contents) -> Iterator[str]:
     for storage in groups[:_GROUPS]:
         ties = {tie_of(by_name[name]) if name in by_name else name for name in storage.tensors}
         names = "<br>".join(safe(name) for name in storage.tensors[:_IN_GROUP])
-        rows.append((
-            names + more(len(storage.tensors) - _IN_GROUP),
-            "the same tensor" if len(ties) == 1 and ties != {None} else "views of one storage",
-            size(storage.nbytes),
-            safe(storage.record or storage.key),
-        ))
+        rows.append(
+            (
+                names + more(len(storage.tensors) - _IN_GROUP),
+                "the same tensor" if len(ties) == 1 and ties != {None} else "views of one storage",
+                size(storage.nbytes),
+                safe(storage.record or storage.key),
+            )
+        )
     yield from _listing("Shared storages", len(groups), ("tensors", "they are", "bytes", "storage"), rows)
 
 
@@ -226,19 +227,23 @@ def columns(checkpoint: Contents) -> dict[str, Any]:
     for record in others[:MAX_ROWS]:
         add(record.name, "", record.offset, record.stored, record.stored)
 
-    kinds: dict[tuple[Any, ...], int] = {}
+    kinds: list[list[Any]] = []
+    numbers: dict[tuple[Any, ...], int] = {}
     tensors: dict[str, list[Any]] = {name: [] for name in ("name", "kind", "piece", "inside")}
     parts: dict[int, list[int]] = {}
     before = -1
     for number, tensor in enumerate(checkpoint.tensors[:MAX_ROWS]):
-        kind = tensor.dtype, tensor.shape, tensor.stride, tensor.device, tensor.nbytes, tensor.kind, tensor.cls
-        kind = *kind, tensor.flags, tensor.requires_grad
+        t = tensor
+        key = t.dtype, t.shape, t.stride, t.device, t.nbytes, t.kind, t.cls, t.flags, t.requires_grad
+        if key not in numbers:
+            numbers[key] = len(kinds)
+            kinds.append(_kind(tensor))
         place, start = places.get(tensor.storage, (-1, 0))
         if tensor.parts:
             inner = (places.get(part.storage, (-1, 0))[0] for part in with_parts(tensor))
             parts[number] = list(dict.fromkeys(place for place in inner if place >= 0))
         tensors["name"].append(printable(tensor.name, _LONGEST_NAME))
-        tensors["kind"].append(kinds.setdefault(kind, len(kinds)))
+        tensors["kind"].append(numbers[key])
         tensors["piece"].append(place - before)
         tensors["inside"].append(_number(tensor.file_offset - start) if tensor.file_offset and place >= 0 else 0)
         before = place
@@ -249,29 +254,20 @@ def columns(checkpoint: Contents) -> dict[str, Any]:
         "files": [[printable(name), _number(sizes.get(name, 0))] for name in files],
         "pieces": pieces,
         "storages": own,
-        "kinds": [_kind(*kind) for kind in kinds],
+        "kinds": kinds,
         "tensors": tensors,
         "parts": parts,
     }
 
 
-def _kind(
-    dtype: str,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    device: str,
-    nbytes: int,
-    kind: str,
-    cls: str,
-    flags: tuple[str, ...],
-    requires_grad: bool,  # noqa: FBT001 - a field of a tensor
-) -> list[Any]:
+def _kind(tensor: Tensor) -> list[Any]:
     """Dtype, shape, device, bytes and further words, as they are shown."""
-    words = [kind] if kind != "strided" else [] if stride == contiguous(shape) else ["not contiguous"]
-    words += [cls] if cls else []
-    words += [*flags, *(["requires grad"] if requires_grad else [])]
-    device = printable(device, 40)
-    return [printable(dtype, 40), shape_text(shape), device, _number(nbytes), printable(", ".join(words), 200)]
+    words = [tensor.kind] if tensor.kind != "strided" else []
+    words += ["not contiguous"] if not words and tensor.stride != contiguous(tensor.shape) else []
+    words += [tensor.cls] if tensor.cls else []
+    words += [*tensor.flags, *(["requires grad"] if tensor.requires_grad else [])]
+    dtype, device = printable(tensor.dtype, 40), printable(tensor.device, 40)
+    return [dtype, shape_text(tensor.shape), device, _number(tensor.nbytes), printable(", ".join(words), 200)]
 
 
 def _number(value: int) -> int:

@@ -1,7 +1,8 @@
 // The interactive half of the report. Names come from the file that was inspected, which nobody vouches for: they are
 // drawn on a canvas or become textContent, and never markup.
 
-const MOST_BOXES = 2000, MOST_CHILDREN = 600, MOST_STRIPS = 64, COLOURS = 7, UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
+const MOST_BOXES = 2000, LEAST_BOX = 64, MOST_CHILDREN = 600, MOST_STRIPS = 64, COLOURS = 7;
+const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
 
 const size = bytes => {
   let unit = 0;
@@ -160,7 +161,7 @@ const explore = (card, { rows, files }) => {
   const draw = () => {
     const width = canvas.clientWidth, height = Math.round(Math.max(260, Math.min(440, width / 2)));
     const pen = penOf(canvas, height), filtered = input.value.trim();
-    const [ink, frame, line, page] = ["ink", "frame", "line", "card"].map(colour);
+    const [ink, frame, page] = ["ink", "frame", "card"].map(colour);
     const fills = Array.from({ length: COLOURS + 1 }, (_, i) => colour("c" + i));
     const write = (text, x, y, room) => {
       const fits = Math.floor(text.length * room / pen.measureText(text).width);
@@ -172,13 +173,14 @@ const explore = (card, { rows, files }) => {
     boxes = [{ node: trail.at(-1), x: 0, y: 0, w: width, h: height }];
     for (const { node, x, y, w, h } of boxes) {  // those inside are appended: upper levels come first
       const outer = node === trail.at(-1), inside = branches(node);
-      const opens = inside.length && (outer || (w > 46 && h > 44 && boxes.length < MOST_BOXES));
+      const fits = w > 46 && h > 44 && w * h / inside.length > LEAST_BOX && boxes.length < MOST_BOXES;
+      const opens = inside.length && (outer || fits);
       if (!outer) {
         const matched = filtered ? sum(node.items, item => item.row.match ? item.bytes : 0) / node.bytes : 1;
         pen.fillStyle = opens ? frame : page;
         pen.fillRect(x, y, w, h);
         if (opens) {
-          pen.strokeStyle = line;
+          pen.strokeStyle = page;
           pen.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
         } else {
           const kinds = new Map();
