@@ -163,10 +163,10 @@ const explore = (card, { rows, files }) => {
     const pen = penOf(canvas, height), filtered = input.value.trim();
     const [ink, frame, page] = ["ink", "frame", "card"].map(colour);
     const fills = Array.from({ length: COLOURS + 1 }, (_, i) => colour("c" + i));
-    const write = (text, x, y, room) => {
+    const write = (text, x, y, room, cut = true) => {
       const fits = Math.floor(text.length * room / pen.measureText(text).width);
       if (fits >= text.length) pen.fillText(text, x, y);
-      else if (fits > 3) pen.fillText(text.slice(0, fits - 1) + "…", x, y);
+      else if (fits > 4 && cut) pen.fillText(text.slice(0, fits - 2) + "…", x, y);
     };
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
@@ -194,7 +194,7 @@ const explore = (card, { rows, files }) => {
         if (opens) write(`${node.name}  ${size(node.bytes)}`, x + 6, y + 10, w - 10);
         else if (w > 30 && h > 15) {
           write(node.name, x + 5, h > 34 ? y + 12 : y + h / 2, w - 8);
-          if (h > 34) write(size(node.bytes), x + 5, y + 27, w - 8);
+          if (h > 34) write(size(node.bytes), x + 5, y + 27, w - 8, false);
         }
         pen.globalAlpha = 1;
       }
@@ -407,6 +407,7 @@ const show = async () => {
     section.append(element("p", "card", `This browser cannot show the tensors: ${error.message}`));
   }
   dataset.ready = "yes";
+  performance.mark("ready");
 };
 addEventListener("hashchange", show);
 addEventListener("resize", redraw);
