@@ -114,7 +114,7 @@ def test_existing_target_needs_force_and_source_is_never_overwritten(
     assert out.read_bytes() == b"precious"
     assert main(["rescue", str(broken), str(out), "--force"]) == 0
     assert main(["rescue", str(broken), str(broken), "--force"]) == 2
-    assert "never writes to its source" in capsys.readouterr().err
+    assert "the target is the source itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_report_replaces_other_files_only_with_overwrite_and_never_the_source(tm
     assert rescue(tmp_path / "model.pt", tmp_path / "new.pt").exit_code == 0
     source = (tmp_path / "model.pt").replace(report)
     before = source.read_bytes()
-    with pytest.raises(UsageError, match="never writes to its source"):
+    with pytest.raises(UsageError, match="the target is the source itself"):
         rescue(source, tmp_path / "new.pt", overwrite=True)
     assert source.read_bytes() == before
 
@@ -73,14 +73,15 @@ def test_progress_ends_at_the_file_size(tmp_path: Path) -> None:
     assert reported[-1] == (len(STATE), len(STATE))
 
 
-def test_file_of_an_unzipped_source_is_not_overwritten(tmp_path: Path) -> None:
+def test_unzipped_source_gets_no_new_files(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(STATE)
     with zipfile.ZipFile(tmp_path / "model.pt") as archive:
         archive.extractall(tmp_path / "unpacked")
     (folder,) = (tmp_path / "unpacked").iterdir()
     index = folder / "data.pkl"
     before = index.read_bytes()
-    with pytest.raises(UsageError, match="never writes to its source"):
-        rescue(folder, index, overwrite=True)
+    for name in ("data.pkl", "new.pt"):
+        with pytest.raises(UsageError, match="lies in the source"):
+            rescue(folder, folder / name, overwrite=True)
     assert index.read_bytes() == before
-    assert rescue(folder, folder / "new.pt").exit_code == 0
+    assert not (folder / "new.pt").exists()

@@ -398,8 +398,8 @@ def test_file_of_the_source_is_refused_as_target(tmp_path: Path, name: str) -> N
     convert(STATE, tmp_path / "model.safetensors")
     (tmp_path / "link.safetensors").hardlink_to(tmp_path / "model.safetensors")
     before = (tmp_path / "model.safetensors").read_bytes()
-    for source in (tmp_path, tmp_path / "model.safetensors"):
-        with pytest.raises(UsageError, match="the source itself"):
+    for source, why in ((tmp_path, "lies in the source"), (tmp_path / "model.safetensors", "the source itself")):
+        with pytest.raises(UsageError, match=why):
             convert(source, tmp_path / name, overwrite=True, dtype="float16")
     assert (tmp_path / "model.safetensors").read_bytes() == before
     assert files(tmp_path) == {"model.safetensors", "link.safetensors"}
@@ -416,7 +416,7 @@ def test_open_source_file_is_refused_as_target(tmp_path: Path) -> None:
 def test_unrelated_file_beside_the_source_can_be_replaced(tmp_path: Path) -> None:
     convert(STATE, tmp_path / "model.safetensors")
     convert(STATE, tmp_path / "other.pt")
-    result = convert(tmp_path, tmp_path / "other.pt", overwrite=True, dtype="float16")
+    result = convert(tmp_path / "model.safetensors", tmp_path / "other.pt", overwrite=True, dtype="float16")
     assert result.cast
 
 
@@ -424,9 +424,34 @@ def test_shard_of_the_source_is_refused_as_target(tmp_path: Path) -> None:
     convert(STATE, tmp_path / "m.safetensors", max_shard_size=100)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(before) > 2
-    with pytest.raises(UsageError, match="the source itself"):
-        convert(tmp_path, tmp_path / "m.safetensors", overwrite=True, max_shard_size=100, dtype="float16")
+    index, options = tmp_path / "m.safetensors.index.json", {"max_shard_size": 100, "dtype": "float16"}
+    for source, why in ((index, "the source itself"), (tmp_path, "lies in the source")):
+        with pytest.raises(UsageError, match=why):
+            convert(source, tmp_path / "m.safetensors", overwrite=True, **options)  # type: ignore[arg-type]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_folder_that_is_read_gets_no_new_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(STATE, tmp_path / "dcp", to="dcp")
+    before = files(tmp_path / "dcp")
+    (tmp_path / "link").symlink_to("dcp")
+    monkeypatch.chdir(tmp_path)
+    for source, target, to in (
+        ("dcp", "dcp/new", "dcp"),
+        (tmp_path / "dcp", "dcp/new", "raw"),
+        ("dcp/", "./x/../dcp/new", "universal"),
+        ("dcp", "link/new.pt", ""),
+        ("link", "dcp/new.safetensors", ""),
+    ):
+        with pytest.raises(UsageError, match="lies in the source"):
+            convert(source, target, to=to)
+    with pytest.raises(UsageError, match="lies in the source"):
+        transload.rescue("dcp", "link/new.pt")
+    monkeypatch.chdir("dcp")
+    with pytest.raises(UsageError, match="lies in the source"):
+        convert(".", "new.pt")
+    assert files(tmp_path / "dcp") == before
+    assert convert(".", "../dcp2", to="dcp").complete
 
 
 def test_failed_directory_rename_restores_the_old_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from transload.opening import OpenCheckpoint
 from transload.render.lines import Block, Prose, Table
 from transload.render.words import path_text, plural, printable, size
 from transload.writing import Conversion, report, write_content
-from transload.writing.output import file_identity
+from transload.writing.output import refuse_source
 from transload.writing.plan import TARGETS, Candidate, Options, candidates, dtype_of, size_of, target_format
 
 if TYPE_CHECKING:
@@ -71,8 +71,8 @@ def convert(
     usual = TARGETS[format_].file
     if usual and (target.endswith(("/", os.sep)) or os.path.isdir(target)):
         target = os.path.join(target, usual)
-    if isinstance(src, str | os.PathLike) and not file_identity(os.fspath(src)).isdisjoint(file_identity(target)):
-        raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
+    if isinstance(src, str | os.PathLike):
+        refuse_source(os.fspath(src), target)
     with OpenCheckpoint(src, lazy=True) as opened:
         refuse_broken(opened.checkpoint)
         return write_content(

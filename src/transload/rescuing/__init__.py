@@ -16,13 +16,13 @@ from transload.errors import UsageError
 from transload.frozen import replace
 from transload.io.atomic import AtomicFile, refuse_missing_directory, target_path
 from transload.io.paths import is_set
-from transload.io.sources import Progress, SourceLike, real_path
+from transload.io.sources import Progress, SourceLike
 from transload.opening import inspect
 from transload.render.json import strict
 from transload.rescuing.report import Fill, Rescue, report, report_path
 from transload.rescuing.several import rescue_files
 from transload.rescuing.single import rescue_file
-from transload.writing.output import begins_with, refuse_existing
+from transload.writing.output import begins_with, refuse_existing, refuse_source
 
 __all__ = ["Rescue", "report", "rescue"]
 
@@ -62,13 +62,9 @@ def rescue(
         refuse_missing_directory(target)
     if os.path.isdir(target):
         raise UsageError("this is a directory", where=target, fix="Add the name of a file.")
-    existing = [name for name in (target, report_path(target)) if target and os.path.lexists(name)]
-    for name in existing:
-        source, written = real_path(path), real_path(name)
-        if path and (written == source or written.startswith(source + os.sep)):
-            raise UsageError("a rescue never writes to its source", where=name, fix="Name another file.")
-    for name in existing:  # only the report of another rescue is overwritten unasked
-        if name == target or not begins_with(name, _REPORT):
+    for name in (target, report_path(target)) if target else ():
+        refuse_source(path, name)
+        if name == target or not begins_with(name, _REPORT):  # only the report of another rescue is replaced unasked
             refuse_existing(name, overwrite=overwrite)
     if is_set(path) and inspect(path).traits.several:
         if member:

@@ -50,6 +50,18 @@ def begins_with(path: str, start: bytes) -> bool:
     return False
 
 
+def refuse_source(source: str, target: str) -> None:
+    """Refuse a target that is the source, or lies in it if that is a folder: it would become a part of the source."""
+    own, written = file_identity(source), real_path(target)
+    if not own.isdisjoint(file_identity(written)):
+        raise UsageError("the target is the source itself", where=target, fix="Choose another name.")
+    while (parent := os.path.dirname(written)) != written:
+        written = parent
+        if not own.isdisjoint(file_identity(written)):
+            what = f"the target lies in the source, the folder {source}"
+            raise UsageError(what, where=target, fix="Choose a place outside of that folder.")
+
+
 def refuse_existing(path: str, *, overwrite: bool) -> None:
     """Refuse to overwrite anything, except a regular file if ``overwrite`` is set."""
     if not os.path.lexists(path):
