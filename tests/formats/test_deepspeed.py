@@ -209,6 +209,10 @@ def test_load_into_a_model(cases: Path) -> None:
     net = torch.nn.ModuleDict({"a": torch.nn.Linear(5, 6), "b": torch.nn.Linear(6, 5), "c": torch.nn.Linear(5, 3)})
     load_into(net, cases / "stage3-bf16", strict=False, cast=True)
     assert torch.equal(net["b"].weight, expected(cases, "stage3-bf16")["b.weight"])
+    file = cases / "stage3-bf16" / STEP / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    with pytest.raises(LoadError, match="of another shape") as refusal:
+        load_into(net, file, strict=False, cast=True)
+    assert "name their folder" in refusal.value.fix
 
 
 @each("name", CASES)

@@ -66,10 +66,16 @@ def test_the_advice_for_a_rank_file_is_what_torch_needs() -> None:
 
 
 def test_a_piece_is_not_loaded_as_the_whole(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     with pytest.raises(LoadError, match=r"one rank's share.*\[5:10\] of \[10, 6\]") as refusal:
         transload.load(FSDP1 / "st_rank1.pt")
     assert "all 2 ranks" in refusal.value.fix
+    model = torch.nn.Module()  # of the shape of the piece, which would be advised to ignore shapes
+    model.register_buffer("weight", torch.zeros(5, 6))
+    for folder in (FSDP1, FSDP2, FSDP1.with_name("fsdp1-local")):
+        with pytest.raises(LoadError, match="one rank's share") as refusal:
+            transload.load_into(model, sorted(folder.glob("*0.p*"))[0], strict=False)
+        assert f"Load the folder with the files of all 2 ranks: transload.load_into(model, {str(folder)!r})" in refusal.value.fix
     with transload.open(FSDP1 / "st_rank1.pt") as handle:
         assert handle.slice("0.weight")[6:8].shape == (2, 6)
         with pytest.raises(BrokenFileError, match=r"this file does not have \[0:5\] of \[10") as error:

@@ -157,8 +157,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
     """Raise for directories of ranks, files without a dtype that torch has, and programs and pieces unless trusted."""
-    if not trusted:
-        _refuse_piece(checkpoint)
+    if not trusted and not in_process_group():
+        refuse_piece(checkpoint, "transload.load({})")
     left = next((finding for finding in checkpoint.findings if finding.code in LEFT_OUT), None)
     if left is not None and not any(map(is_plain, checkpoint.tensors)):
         what = f"nothing in it is a tensor to torch: {sentence_of(left)}"
@@ -182,14 +182,14 @@ def refuse_unmerged(checkpoint: Checkpoint) -> None:
         raise LoadError(sentence_of(why), where=checkpoint.path, fix="\n".join(why.fix))
 
 
-def _refuse_piece(checkpoint: Checkpoint) -> None:
-    """Raise for the file of a rank that has only pieces of some tensors, unless this process is a rank itself."""
+def refuse_piece(checkpoint: Checkpoint, call: str) -> None:
+    """Raise for the file of a rank that has only pieces of some tensors; ``call`` loads the folder of all ranks."""
     share = next((finding for finding in checkpoint.findings if finding.code == "rank-file"), None)
-    if share is None or checkpoint.traits.several or in_process_group():
+    if share is None or checkpoint.traits.several:
         return
     folder = os.path.dirname(checkpoint.path) or "." if is_named(checkpoint.path) else "DIR"
     world = dict(checkpoint.facts).get("world size", "")
-    fix = f"Load the folder with the files of all {world} ranks:".replace("  ", " ") + f" transload.load({folder!r})"
+    fix = f"Load the folder with the files of all {world} ranks:".replace("  ", " ") + f" {call.format(repr(folder))}"
     fix += "\ntransload.open reads a piece of a tensor: open(path).slice(name)[rows]"
     raise LoadError(sentence_of(share), where=checkpoint.path, fix=fix)
 

@@ -25,7 +25,7 @@ from transload.loading.into.keys import key_function
 from transload.loading.into.ranks import Ranks, seen
 from transload.loading.into.shards import gathers, local_tensor, meta_devices, own_hooks, reshard
 from transload.loading.placement import Shortage, devices_here
-from transload.loading.refusal import refuse_unmerged
+from transload.loading.refusal import refuse_piece, refuse_unmerged
 from transload.opening.jobs import Settings
 from transload.render.words import plural
 
@@ -131,8 +131,8 @@ def load_into(
             user_rename = None if rename is None else cache(key_function(rename))
             opened = TensorReader(f, "auto" if device is None else device)
             files.enter_context(opened)
-            if opened.checkpoint.traits.several:
-                refuse_unmerged(opened.checkpoint)
+            refuse_unmerged(opened.checkpoint)
+            refuse_piece(opened.checkpoint, "transload.load_into(model, {})")
             with gc_paused():
                 reshard(model)
                 ignore = ignore_mismatched_sizes

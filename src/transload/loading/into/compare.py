@@ -294,7 +294,7 @@ class Comparison:
 def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
     """What does not fit, in a few lines, and which arguments would help; ``errors`` are those of custom modules."""
     match, place, slots = comparison.match, comparison.match.branch.name, comparison.slots
-    shapes, dtypes = comparison.shapes, comparison.dtypes
+    checkpoint, shapes, dtypes = comparison.opened.checkpoint, comparison.shapes, comparison.dtypes
     missing = {key: slots[key].shape if key in slots else None for key in comparison.missing}
     unexpected = {key: match.rest[key].shape if key in match.rest else None for key in comparison.unexpected}
     fits = f"it has {len(match.tensors):,} of the model's {len(slots):,} keys"
@@ -326,6 +326,8 @@ def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
     if any(map(_LORA.search, match.branch.tensors)) and not any(map(_LORA.search, slots)):
         lines.insert(0, "it is a LoRA adapter, which changes the weights of a base model and does not replace them")
         fix = "peft loads it: PeftModel.from_pretrained(model, FOLDER), after the weights of the base model."
+    elif shapes and checkpoint.flavour == "DeepSpeed model states" and not checkpoint.traits.several:
+        fix = "It is one of the files of a checkpoint, whose ranks may each have a part: name their folder."
     elif whole:
         prefix = f"{place}/{whole}" if place else whole
         fix = f"prefix={prefix!r} takes that part of the file."
