@@ -183,7 +183,10 @@ class TestSharded:
     def test_git_lfs_pointer_instead_of_a_shard(self, sharded: Path) -> None:
         (sharded / TWO).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
         checkpoint = read_dir(sharded)
-        assert problem(checkpoint, "not-a-checkpoint").where == TWO
+        unread = problem(checkpoint, "part-unreadable")
+        assert unread.where == TWO
+        assert "Git LFS" in unread.detail
+        assert any("git lfs" in line for line in unread.fix)
         assert "shard-tensor-missing" in codes(checkpoint)
 
     @pytest.mark.parametrize(

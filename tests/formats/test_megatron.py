@@ -169,8 +169,8 @@ def test_everything_else_is_kept(tmp_path: Path) -> None:
     assert loaded["optimizer"]["mp_rank_01"] == {"step": 7, "rank": (1, 0, 0)}
     assert loaded["distrib_optim.pt"]["mp_rank_01"]["buckets"].tolist() == [1, 1, 1]
     assert "_extra_state" in dict(inspect(path).facts)["left out"]
-    convert(path, tmp_path / "model.pt")
-    written = torch.load(tmp_path / "model.pt", weights_only=True)
+    convert(path, tmp_path.with_suffix(".pt"))
+    written = torch.load(tmp_path.with_suffix(".pt"), weights_only=True)
     assert written.keys() == whole_model().keys()
     with open_(path) as handle:
         name = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -218,8 +218,8 @@ def test_files_without_arguments_are_not_merged(tmp_path: Path) -> None:
         torch.save({"model": {"w": torch.ones(2)}}, tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
     (problem,) = inspect(tmp_path).problems
     assert (problem.code, "args" in problem.detail) == ("ranks-unmerged", True)
-    convert(tmp_path, tmp_path / "apart.pt")
-    assert len(torch.load(tmp_path / "apart.pt")) == 2
+    convert(tmp_path, tmp_path.with_suffix(".pt"))
+    assert len(torch.load(tmp_path.with_suffix(".pt"))) == 2
 
 
 def test_missing_rank_and_rank_of_another_iteration(tmp_path: Path) -> None:

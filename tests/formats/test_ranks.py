@@ -117,6 +117,27 @@ def test_findings_have_the_names_of_the_tensors(tmp_path: Path) -> None:
     assert [damage.name for damage in transload.verify(tmp_path).damaged] == ["model/w"]
 
 
+def test_a_family_is_converted_if_another_one_is_damaged(tmp_path: Path) -> None:
+    folder, out = tmp_path / "d", tmp_path / "out.safetensors"
+    for family in ("model", "optim"):
+        write_ranks(folder, 2, family + "_world_size_2_rank_{}.pt")
+    file = folder / "optim_world_size_2_rank_1.pt"
+    data = file.read_bytes()
+    for cut in (1200, 0, None):
+        file.unlink() if cut is None else file.write_bytes(data[:cut])
+        assert "other parts of the source are damaged" in str(
+            transload.convert(folder, out, key="model", overwrite=True)
+        )
+        assert [tensor.shape for tensor in inspect(out).tensors] == [(4, 2)]
+        for key in ("optim", ""):
+            with pytest.raises(BrokenFileError):
+                transload.convert(folder, out, key=key, overwrite=True)
+    for rank in range(2):  # of a single family, whose name is no key
+        (folder / f"model_world_size_2_rank_{rank}.pt").unlink()
+    with pytest.raises(BrokenFileError):
+        transload.convert(folder, out, key="w", overwrite=True)
+
+
 def test_nobody_is_sent_to_a_loader_that_refuses() -> None:
     (case,) = (case for case in CASES if case.name == "fsdp1-local")
     assert "transload.load refuses it" in inspect(case).prediction
@@ -132,7 +153,7 @@ def test_files_of_two_runs_are_rescued_without_their_pieces(tmp_path: Path) -> N
         shutil.rmtree(tmp_path / str(world))
     assert "transload rescue" in str(transload.verify(tmp_path))
     assert not [finding for finding in inspect(tmp_path).findings if "Load it with" in " ".join(finding.fix)]
-    result = transload.rescue(tmp_path, tmp_path / "new.pt", dry_run=True)
+    result = transload.rescue(tmp_path, dry_run=True)
     states = {outcome.name: outcome.state for outcome in result.tensors}
     assert states == {
         "model_rank_0.pt/w": "lost",
@@ -140,7 +161,7 @@ def test_files_of_two_runs_are_rescued_without_their_pieces(tmp_path: Path) -> N
         "model_rank_1.pt/w": "lost",
         "model_rank_1.pt/plain": "whole",
     }
-    assert transload.rescue(tmp_path, tmp_path / "new.pt").exit_code == 1
+    assert transload.rescue(tmp_path, tmp_path.with_suffix(".pt")).exit_code == 1
 
 
 def test_a_missing_rank_is_named_with_the_rows_it_had(tmp_path: Path) -> None:
@@ -253,8 +274,8 @@ def test_what_differs_between_ranks_is_said(tmp_path: Path) -> None:
         (tmp_path / f"rank_{rank}.pt").write_bytes(data)
     assert "2 values: own, rng" in evidence(inspect(tmp_path), "rank-values")
     assert transload.load(tmp_path)["rng"] == 0
-    for name, everything in (("all.pt", True), ("weights.pt", False)):
-        notes = transload.convert(tmp_path, tmp_path / name, optimizer=everything).notes
+    for name, everything in ((".all.pt", True), (".weights.pt", False)):
+        notes = transload.convert(tmp_path, tmp_path.with_suffix(name), optimizer=everything).notes
         assert notes[-1] == "where ranks differ, the value of the first counts: the ranks: 2 values: own, rng"
 
 
@@ -266,8 +287,8 @@ def test_a_rank_of_a_pipeline_adds_what_only_it_has(tmp_path: Path) -> None:
     loaded = transload.load(tmp_path)
     assert [*loaded["model"]] == ["layer0", "both", "layer1"]
     assert torch.equal(loaded["model"]["layer1"], torch.tensor([2.0, 2.0]))
-    transload.convert(tmp_path, tmp_path / "new.pt", key="")
-    assert [*torch.load(tmp_path / "new.pt", weights_only=True)] == ["layer0", "both", "layer1"]
+    transload.convert(tmp_path, tmp_path.with_suffix(".pt"), key="")
+    assert [*torch.load(tmp_path.with_suffix(".pt"), weights_only=True)] == ["layer0", "both", "layer1"]
 
 
 def test_what_cannot_be_put_together_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -291,11 +312,11 @@ def test_a_truncated_rank_leaves_the_rows_of_the_others(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     write_ranks(tmp_path)
     cut = tmp_path / "model_rank_1.pt"
-    for share in range(1, 8):
+    for share in range(8):
         cut.write_bytes(rank_file(1)[: len(rank_file(1)) * share // 8])
         checkpoint = inspect(tmp_path)
         assert checkpoint.integrity in ("damaged", "repairable"), share
-        with pytest.raises(BrokenFileError):
+        with pytest.raises(BrokenFileError, match=r"model_rank_1\.pt"):
             transload.load(tmp_path)
     (tmp_path / "model_rank_1.pt").write_bytes(rank_file(1))
     (tmp_path / "model_rank_0.pt").write_bytes(b"")

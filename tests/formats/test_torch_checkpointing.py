@@ -119,7 +119,8 @@ def test_a_missing_rank_is_named_with_its_rows(cases: Path, tmp_path: Path) -> N
     rows = torch.load(tmp_path / "rest.pt", weights_only=True)["model"]["rows"]
     assert rows[:, 1].tolist() == [1, 3, 5, 7, 0, 0, 13]
     shutil.rmtree(folder / "ranks")
-    assert detail(folder, "rank-missing") == "model: 4 of 4 ranks"
+    (missing,) = (problem for problem in inspect(folder).problems if problem.code == "rank-missing")
+    assert (missing.where, missing.detail) == ("model", "4 of 4 ranks")
 
 
 @each("name", CASES)

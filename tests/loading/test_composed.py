@@ -24,7 +24,7 @@ from tests.makers import ZstdStandIn
 from tests.release import RELEASE
 
 from transload.converting import convert
-from transload.errors import BrokenFileError, FileWarning, LoadError, UnsafeError
+from transload.errors import BrokenFileError, FileWarning, LoadError, TransloadError, UnsafeError
 from transload.formats import sets
 from transload.io.sources import FileSource
 from transload.loading import load
@@ -261,6 +261,34 @@ def test_object_of_an_unknown_class_needs_trust(tmp_path: Path) -> None:
     assert loaded["a"]["x"] == Custom("x")
     with torch.serialization.safe_globals([Custom]):
         assert load(folder)["b"] == Custom("y")
+
+
+def test_a_part_of_a_damaged_directory_is_converted_if_it_is_whole(tmp_path: Path) -> None:
+    value = {"model": {"w": torch.arange(99.0), "t": (1,)}, "opt": {"m": torch.ones(2, 3), "o": "o"}, "step": (3,)}
+    folder = save(value, tmp_path / "d")
+    index, file = dcp.FileSystemReader(folder).read_metadata(), folder / "__0_0.distcp"
+    ends = {key.fqn: info.offset + info.length for key, info in index.storage_data.items()}
+    data = file.read_bytes()
+    outcomes = set()
+    for cut in sorted(
+        {0, *range(1, len(data), 199), *ends.values(), *(end - 1 for end in ends.values())} - {len(data)}
+    ):
+        file.write_bytes(data[:cut])
+        assert inspect(folder).integrity == "damaged"
+        for key in ("model", "opt"):
+            whole = all(end <= cut for name, end in ends.items() if name.startswith(f"{key}."))
+            outcomes.add((key, whole))
+            if not whole:
+                with pytest.raises(TransloadError, match=f"{key}[./]|__0_0.distcp"):
+                    convert(folder, tmp_path / "out.pt", key=key, overwrite=True)
+                continue
+            result = convert(folder, tmp_path / "out.pt", key=key, overwrite=True)
+            assert "other parts of the source are damaged: transload verify names what is lost" in result.notes
+            assert same_values(torch.load(tmp_path / "out.pt", weights_only=True), value[key])
+    assert len(outcomes) > 2
+    file.unlink()
+    with pytest.raises(BrokenFileError, match=r"model\.t: no file has it"):
+        convert(folder, tmp_path / "out.pt", key="model", overwrite=True)
 
 
 def test_arguments_of_load_apply_to_a_directory(tmp_path: Path) -> None:
@@ -652,9 +680,9 @@ def test_safetensors_files_of_ranks_are_put_together(below: str, tmp_path: Path)
         assert same_values(load(tmp_path), {"w": whole, "v": other})
     with open_(tmp_path) as handle:
         assert torch.equal(handle.slice("w")[3:6], whole[3:6])
-    written = convert(tmp_path, tmp_path / "out.safetensors")
+    written = convert(tmp_path, tmp_path.with_suffix(".safetensors"))
     assert any("too small" in note for note in written.notes)
-    assert same_values(load(tmp_path / "out.safetensors"), {"w": whole, "v": other})
+    assert same_values(load(tmp_path.with_suffix(".safetensors")), {"w": whole, "v": other})
     (finding,) = inspect(folder / "shard-00002-model-00001-of-00001.safetensors").findings
     assert (finding.code, '"saved_offsets": [4, 0]' in finding.evidence[0]) == ("rank-file", True)
 

@@ -419,7 +419,7 @@ def test_existing_output_needs_overwrite_and_sources_are_never_overwritten(tmp_p
 def test_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(RescueError, match="neither a checkpoint of several files"):
-        rescue(tmp_path, tmp_path / "new.pt")
+        rescue(tmp_path, tmp_path.with_suffix(".pt"))
 
 
 def test_index_entry_outside_the_directory_is_not_read(tmp_path: Path) -> None:

@@ -215,7 +215,7 @@ def test_unzipped_directory_without_a_storage_loses_its_tensor(tmp_path: Path) -
 def test_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "photo.jpg").write_bytes(b"x")
     with pytest.raises(RescueError, match="directory"):
-        rescue(tmp_path, tmp_path / "out.pt")
+        rescue(tmp_path, tmp_path.with_suffix(".pt"))
 
 
 @pytest.mark.parametrize("part", ["none", "half", "all"])

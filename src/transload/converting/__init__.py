@@ -74,7 +74,7 @@ def convert(
     if isinstance(src, str | os.PathLike):
         refuse_source(os.fspath(src), target)
     with OpenCheckpoint(src, lazy=True) as opened:
-        refuse_broken(opened.checkpoint)
+        refuse_broken(opened.checkpoint, key)
         return write_content(
             opened.elements, target, format_, options, src=src, verify=verify, overwrite=overwrite, progress=progress
         )

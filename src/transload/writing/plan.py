@@ -536,6 +536,8 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         yield "the program itself is not converted, only its weights"
     if plan.weights_only and plan.others:
         yield "only the weights are written; --optimizer adds the states of the optimizer, and everything else"
+    if plan.options.key and plan.checkpoint.integrity == "damaged":
+        yield "other parts of the source are damaged: transload verify names what is lost"
     for problem in () if plan.options.key else plan.checkpoint.problems:
         if problem.code == "rank-values":
             yield f"where ranks differ, the value of the first counts: {problem.detail}"

@@ -178,7 +178,7 @@ def merge_items(merger: Merger) -> None:
         if name in items.values:
             merger.values.append(items.values[name]._replace(position=before + len(whole)))
         elif name in items.listed and name not in items.opaque:
-            merger.note("dcp-object-missing", "", name)
+            merger.note("dcp-object-missing", "no file has it", name)
         whole += items.inside.get(name, ())
         if name not in items.listed:
             incomplete.append(name)

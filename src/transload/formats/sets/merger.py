@@ -9,7 +9,7 @@ from contextlib import closing
 from transload.checkpoint import Checkpoint, Draft, Key, Leaf, Origin, Part, Tensor
 from transload.contents import Role
 from transload.errors import CannotReadError
-from transload.findings import LimitedProblems, join_names
+from transload.findings import LimitedProblems, Problem, join_names
 from transload.formats.nested import joined, moved_storage, moved_tensor
 from transload.formats.pickle_machine import run
 from transload.formats.torch_zip import pickle_problems
@@ -171,9 +171,16 @@ class Merger(Draft):
         return self.checkpoint(
             nbytes=sum(part.nbytes for part in self.parts),
             written_by=self.origins[0] if same else Origin(),
-            problems=self.noted.problems(),
+            problems=tuple(map(self._of_the_set, self.noted.problems())),
             checksummed=self.checksummed and bool(self.origins),
         )
+
+    def _of_the_set(self, problem: Problem) -> Problem:
+        """The same problem; that a file is no checkpoint is damage of the set, if there is anything in the others."""
+        if problem.code != "not-a-checkpoint" or not (self.tensors or self.values):
+            return problem
+        detail = "\n".join(filter(None, (problem.title, problem.detail)))
+        return Problem("part-unreadable", problem.where, detail, fix=() if "@" in problem.where else problem.fix)
 
 
 def steps_in(listing: Listing, prefix: str = "") -> dict[str, int]:

@@ -84,13 +84,19 @@ def _families(listing: Listing, *, numbered: bool) -> dict[str, list[RankName]]:
     for file in listing.files:
         match = _NAME.fullmatch(file)
         if match and numbered == (match["word"] is None):
-            family = match["family"].rstrip("._-")
-            usual = _USUAL.fullmatch(family)
-            name = RankName(file, usual[1] if usual else family, int(match["world"] or 0), int(match["rank"]))
+            name = RankName(file, family_of(file), int(match["world"] or 0), int(match["rank"]))
             families.setdefault(name.family, []).append(name)
     if numbered:
         families = {key: names for key, names in families.items() if {0, 1} <= {name.rank for name in names}}
     return {family: sorted(names, key=lambda name: name.rank) for family, names in sorted(families.items())}
+
+
+def family_of(file: str) -> str:
+    """What a rank file is named after, besides its rank, such as ``model``; any other name stays as it is."""
+    match = _NAME.fullmatch(file)
+    family = match["family"].rstrip("._-") if match else file
+    usual = _USUAL.fullmatch(family)
+    return usual[1] if usual else family
 
 
 def merged(merger: Merger, families: dict[str, list[RankName]], adapt: Adapt | None = None) -> Checkpoint:
@@ -259,10 +265,10 @@ class _Family:
         in_pieces = any(tensor.is_sharded for _, file in self._files for tensor in file.tensors.values())
         if self._missing and (incomplete or not in_pieces):
             listed = join_names([str(rank) for rank in self._missing], 8)
-            detail = f"{words}: {len(self._missing):,} of {self.world:,} ranks: {listed}"
+            detail = f"{'' if self._family else 'the ranks: '}{len(self._missing):,} of {self.world:,} ranks: {listed}"
             if incomplete:
                 detail += f"; {plural(len(incomplete), 'tensor')} not complete: {join_names(incomplete, _SHOWN)}"
-            merger.note("rank-missing", detail)
+            merger.note("rank-missing", detail, self._family)
         if self._differing:
             names = join_names(self._differing, _SHOWN)
             merger.note("rank-values", f"{words}: {plural(len(self._differing), 'value')}: {names}")

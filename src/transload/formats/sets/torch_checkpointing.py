@@ -58,7 +58,7 @@ def read(merger: Merger) -> Checkpoint | None:
         if files:
             names[item] = [RankName(files[rank], item, world, rank) for rank in sorted(files)]
         else:
-            merger.note("rank-missing", f"{item}: {world:,} of {world:,} ranks")
+            merger.note("rank-missing", f"{world:,} of {world:,} ranks", item)
     named = {name.file for files in names.values() for name in files}
     if others := [name for name in merger.listing.files if name not in named and name != _METADATA]:
         merger.facts.append(("also here, not read", join_names(others)))
