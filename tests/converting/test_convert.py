@@ -796,7 +796,7 @@ def test_note_says_that_deepspeed_partitions_are_not_joined(tmp_path: Path) -> N
     (tmp_path / "latest").write_text("global_step1")
     for name in ("mp_rank_00_model_states", "bf16_zero_pp_rank_0_mp_rank_00_optim_states"):
         torch.save({"module": {"w": torch.ones(2)}}, folder / f"{name}.pt")
-    result = convert(tmp_path, tmp_path / "out.safetensors")
+    result = convert(tmp_path, tmp_path.with_suffix(".safetensors"))
     assert result.format == "deepspeed"
     assert "parts of one tensor are not joined" in result.notes[0]
 
