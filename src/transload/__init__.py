@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.checkpoint import Checkpoint as Checkpoint
     from transload.checkpoint import Storage as Storage
     from transload.checkpoint import Tensor as Tensor
+    from transload.comparing import Diff as Diff
+    from transload.comparing import diff as diff
     from transload.converting import Conversion as Conversion
     from transload.converting import convert as convert
     from transload.diagnose import doctor as doctor
@@ -55,6 +57,7 @@ _NAMES = {
     "transload._version": "__version__",
     "transload.checking": "Check Compatibility check is_cuda_compatible",
     "transload.checkpoint": "Checkpoint Storage Tensor",
+    "transload.comparing": "Diff diff",
     "transload.converting": "Conversion convert",
     "transload.diagnose": "doctor",
     "transload.diagnose.report": "Diagnosis",

@@ -307,6 +307,39 @@ class DeviceUse(Plain):
     nbytes: int
 
 
+class TensorStats(NamedTuple):
+    """Statistics of the numbers in a tensor; a complex element counts as two ``numbers``.
+
+    ``min``, ``max``, ``mean`` and ``std`` (as ``torch.std``, by n - 1) are of the finite ones, and ``None`` if there
+    are too few, or float64 cannot hold the result. ``histogram`` counts magnitudes: ``(-3, 5)`` for five numbers from
+    1/8 up to 1/4. ``overflow`` and ``underflow`` say how many finite numbers would become infinite (NaN in
+    ``float8_e4m3fn``), and how many that are not zero would become zero, if rounded to a smaller dtype. Where there are
+    no numbers to count, ``numbers`` is 0 and ``note`` says why.
+    """
+
+    name: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    numbers: int = 0
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    zeros: int = 0
+    nan: int = 0
+    inf: int = 0
+    histogram: tuple[tuple[int, int], ...] = ()
+    overflow: tuple[tuple[str, int], ...] = ()
+    underflow: tuple[tuple[str, int], ...] = ()
+    note: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        tables = {"overflow": dict(self.overflow), "underflow": dict(self.underflow)}
+        pairs = [list(pair) for pair in self.histogram]
+        return {**self._asdict(), "shape": list(self.shape), "histogram": pairs, **tables}
+
+
 class Contents(Frozen):
     """The fields of a ``Checkpoint``, described there, without its views."""
 
@@ -336,6 +369,8 @@ class Contents(Frozen):
     findings: tuple[Finding, ...] = ()
     prediction: str = ""
     """What plain ``torch.load`` will do with it, in a sentence or two."""
+    stats: tuple[TensorStats, ...] | None = None
+    """Statistics of every tensor, if they were requested."""
 
     @property
     def ok(self) -> bool:
@@ -454,6 +489,7 @@ class Contents(Frozen):
             "dead_nbytes": self.dead_nbytes,
             "facts": dict(self.facts),
             **{name: [each.to_dict() for each in getattr(self, name)] for name in lists},
+            **({} if self.stats is None else {"stats": [each.to_dict() for each in self.stats]}),
         }
 
 

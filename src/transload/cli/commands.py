@@ -35,6 +35,18 @@ def run_convert(arguments: Namespace) -> int:
     return 0 if result.complete and not result.listed else 1
 
 
+def run_diff(arguments: Namespace) -> int:
+    """Compare two checkpoints."""
+    from transload.comparing import diff, report
+
+    for path in (arguments.path, arguments.other):
+        finish_retag(path)
+    tolerance = keywords(arguments, "rtol atol")
+    result = diff(arguments.path, arguments.other, **tolerance, progress=not arguments.json)
+    show_result(result, report, arguments)
+    return 0 if result.same else 1
+
+
 def run_explain(arguments: Namespace) -> int:
     """Explain one text."""
     from transload.explaining import explain_log, report

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, str] = {
     "check": "say whether a checkpoint loads here, and what torch.load would report",
     "convert": "convert to safetensors, torch zip, npz, raw, DCP or universal",
+    "diff": "say how two checkpoints differ: keys, shapes, dtypes, numbers",
     "doctor": "say why CUDA is unavailable: the cause, the evidence and the fix",
     "explain": "say what an error message means, and how to fix it",
     "inspect": "show what a checkpoint contains, and whether it is safe and complete",
@@ -184,8 +185,8 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
             settings["default"] = []
         elif call.startswith("-") and "metavar" not in settings:
             settings.setdefault("action", "store_true")
-        if settings.get("type") == "seconds":
-            settings["type"] = _seconds
+        if "type" in settings:
+            settings["type"] = {"seconds": _seconds, "number": _number}[settings["type"]]
         parser.add_argument(*(part for part in parts if "=" not in part), **settings, help=text)
     if command != "run":  # it prints no result
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -193,14 +194,18 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
     return parser
 
 
-def _seconds(text: str) -> float:
+def _number(text: str, least: float = 0.0, what: str = "a number, at least 0") -> float:
     from argparse import ArgumentTypeError
     from contextlib import suppress
 
     with suppress(ValueError):
-        if 0 < float(text) < float("inf"):
+        if least <= float(text) < float("inf"):
             return float(text)
-    raise ArgumentTypeError("expected a number of seconds above 0")
+    raise ArgumentTypeError(f"expected {what}")
+
+
+def _seconds(text: str) -> float:
+    return _number(text, 5e-324, "a number of seconds above 0")
 
 
 def run_run(arguments: Namespace) -> Callable[[], int]:
@@ -242,6 +247,7 @@ def run_inspect(arguments: Namespace) -> int:
     from transload.opening import inspect
 
     lists = {"tensors": arguments.tensors, "names": arguments.globals, "structure": arguments.tree}
+    lists["stats"] = arguments.stats
 
     def report(checkpoint: Checkpoint) -> Iterator[Block]:
         from transload.render.checkpoint import report
@@ -277,7 +283,7 @@ def run_inspect(arguments: Namespace) -> int:
                     f = Piped(stream.read())
             else:
                 f = sys.stdin.buffer if sys.stdin.seekable() else Piped(sys.stdin.buffer.read())
-        return inspect(f, verify=arguments.verify)
+        return inspect(f, verify=arguments.verify, stats=arguments.stats)
 
     if arguments.html is None:
         return for_each(arguments, arguments.paths, examine, report, several)[1]

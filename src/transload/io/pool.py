@@ -19,6 +19,8 @@ _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 _EVERY = 0.1  # seconds between two updates of the line
 _POLL = 0.01  # seconds between two checks of threads that are to end
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_ALONE = 4 << 20  # for fewer bytes of tensors it does not pay to start threads
+_TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a time, takes longer than reading them
 _Task = TypeVar("_Task")
 
 
@@ -44,6 +46,11 @@ def _words(path: str) -> list[str]:
 def threads() -> int:
     """How many threads to start here."""
     return min(cores(), _MOST)
+
+
+def threads_for(sizes: Iterable[int]) -> int:
+    """How many threads to start here for tensors of these sizes, each of which one thread reads."""
+    return threads() if sum(nbytes for nbytes in sizes if nbytes > _TINY) >= _ALONE else 1
 
 
 class ThreadPool:

@@ -31,18 +31,23 @@ __all__ = ["CheckpointFile", "OpenCheckpoint", "Range", "fill", "inspect"]
 _ABSENT = object()  # no node: a node may be None
 
 
-def inspect(f: SourceLike, *, verify: bool = False) -> Checkpoint:
+def inspect(f: SourceLike, *, verify: bool = False, stats: bool = False) -> Checkpoint:
     """What is in a checkpoint, and whether it is safe and whole; nothing in it is run, and torch is not needed.
 
     ``f`` is a path (of a file or a directory), a URL, bytes, or a seekable binary file object. ``verify`` reads every
-    byte and compares every checksum. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding,
-    never an exception.
+    byte and compares every checksum; ``stats`` reads every tensor, for the statistics of its numbers in
+    ``Checkpoint.stats``. Raises ``CannotReadError`` if there is nothing to read; bad content is a finding, never an
+    exception.
 
     >>> inspect(b"<html>").integrity
     'not-a-checkpoint'
     """
     with OpenCheckpoint(f, verify=verify, neighbours=True, lazy=True) as opened:
-        return opened.checkpoint
+        if not stats:
+            return opened.checkpoint
+        from transload.opening.stats import statistics
+
+        return replace(opened.checkpoint, stats=statistics(opened.elements))
 
 
 class OpenCheckpoint:

@@ -25,8 +25,6 @@ from transload.opening.elements import Allowance, ElementReader, FileRange, gaps
 from transload.opening.values import FLOATING, count_special
 
 _PIECE = 1 << 20
-_ALONE = 4 << 20  # for fewer bytes it does not pay to start threads
-_TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a time, takes longer than hashing them
 
 
 class TensorSum(NamedTuple):
@@ -138,7 +136,7 @@ class TensorSums:
         }
         seen: dict[tuple[object, ...], _Job] = {}
         allowance = Allowance(reader.checkpoint)
-        for tensor, why in _leaves(reader.checkpoint.tensors, several=reader.checkpoint.traits.several):
+        for tensor, why in leaves(reader.checkpoint.tensors, several=reader.checkpoint.traits.several):
             place = len(self.entries)
             dtype = f"{tensor.dtype} {tensor.kind}" if why else tensor.dtype
             self.entries.append(TensorSum(tensor.name, dtype, tensor.shape, 0 if why else tensor.nbytes, note=why))
@@ -198,12 +196,11 @@ class TensorSums:
                 hexdigest = digest.hexdigest() if digest else ""
                 entries[place] = entries[place]._replace(sha256=hexdigest, nan=numbers[0], inf=numbers[1])
 
-        shared = sum(job.tensor.nbytes for job in self._jobs if job.tensor.nbytes > _TINY)
-        pool.each(self._jobs, lambda: do, pool.threads() if shared >= _ALONE else 1)
+        pool.each(self._jobs, lambda: do, pool.threads_for(job.tensor.nbytes for job in self._jobs))
         return bad
 
 
-def _leaves(tensors: Sequence[Tensor], *, several: bool) -> Iterator[tuple[Tensor, str]]:
+def leaves(tensors: Sequence[Tensor], *, several: bool) -> Iterator[tuple[Tensor, str]]:
     """Tensors that have elements, with an empty note; and those that do not, with the reason.
 
     Unless it has ``several`` files, a checkpoint may be one rank's: then the pieces count that it has.
@@ -219,4 +216,4 @@ def _leaves(tensors: Sequence[Tensor], *, several: bool) -> Iterator[tuple[Tenso
             yield tensor._replace(kind="strided"), ""
         else:
             yield tensor, f"it is made of {len(tensor.parts)} others" if tensor.parts else "it has no elements here"
-            yield from _leaves(tensor.parts, several=several)
+            yield from leaves(tensor.parts, several=several)

@@ -18,7 +18,7 @@ _FORMS = {
 }
 
 # One-byte dtypes that do not follow IEEE 754: no infinity, and few NaNs.
-_NANS: dict[str, bytes] = {
+NANS: dict[str, bytes] = {
     "float8_e4m3fn": b"\x7f\xff",
     "float8_e4m3fnuz": b"\x80",
     "float8_e5m2fnuz": b"\x80",
@@ -26,7 +26,7 @@ _NANS: dict[str, bytes] = {
     "float4_e2m1fn_x2": b"",
 }
 
-FLOATING = frozenset({*_FORMS, *_NANS})
+FLOATING = frozenset({*_FORMS, *NANS})
 """The dtypes that can have NaN or infinities."""
 
 
@@ -37,8 +37,8 @@ def count_special(data: bytes, dtype: str) -> tuple[int, int]:
     >>> count_special(struct.pack("<3f", 1, float("nan"), float("-inf")), "float32")
     (1, 1)
     """
-    if dtype in _NANS:
-        return sum(data.count(code) for code in _NANS[dtype]), 0
+    if dtype in NANS:
+        return sum(data.count(code) for code in NANS[dtype]), 0
     width, fraction = _FORMS[dtype]
     sign, count = 1 << 8 * width - 1, len(data) // width
     highest, least = data[width - 1 :: width], sign - (1 << fraction) >> 8 * (width - 1)

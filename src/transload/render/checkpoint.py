@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from re import compile as regex
 from typing import Any
 
-from transload.contents import Contents, GlobalUse, Key, Tensor
+from transload.contents import Contents, GlobalUse, Key, Tensor, TensorStats
 from transload.findings import SEVERITIES, Finding, first_lines, join_names
 from transload.frozen import NamedTuple
 from transload.geometry import Box, box_words
@@ -65,10 +65,17 @@ _NEAR = 2  # levels below the root; deeper values are details of some module
 _NUMBERS = ("float", "bfloat", "complex", "q", "Q", "IQ", "TQ", "MXFP", "NVFP")
 _DOT = " · "
 _INDENT = "    "
+_BARS = "▁▂▃▄▅▆▇█"
+_COLUMNS = 16
 
 
 def report(
-    checkpoint: Contents, *, tensors: bool = False, names: bool = False, structure: bool = False
+    checkpoint: Contents,
+    *,
+    tensors: bool = False,
+    names: bool = False,
+    structure: bool = False,
+    stats: bool = False,
 ) -> Iterator[Block]:
     """Everything ``transload inspect`` says about one file. Requested lists replace the folded tree."""
     yield Prose(((path_text(checkpoint.path, None), "strong"),))
@@ -83,7 +90,9 @@ def report(
         yield from tensors_listed(checkpoint)
     if structure:
         yield from object_tree(checkpoint)
-    if names or tensors or structure:
+    if stats:
+        yield from statistics_listed(checkpoint.stats or ())
+    if names or tensors or structure or stats:
         return
     if checkpoint.parts:  # the files of a directory, or the contents of a package
         yield from heading("parts", count(len(checkpoint.parts)))
@@ -314,6 +323,52 @@ def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
         kind = printable(tensor.dtype, 40), _shape_words(tensor), printable(tensor.device, 40), size(tensor.nbytes)
         rows.append((printable(tensor.name, None) or '""', *kind, where, ", ".join(flags)))
     yield Table(rows, right=(4,), dim=(1, 3, 5, 6), drops=(5, 6, 3))
+
+
+def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
+    """One line for each tensor, then what smaller dtypes would lose, and what could not be counted."""
+    counted = [entry for entry in stats if entry.numbers]
+    yield from heading("statistics", plural(len(counted), "tensor"))
+    rows: list[tuple[Words, ...]] = []
+    for entry in counted:
+        shown = (f"{number:.3g}" if number is not None else "" for number in (entry.min, entry.max, entry.mean, entry.std))
+        zeros = f"{100 * entry.zeros / entry.numbers:.3g} %" if entry.zeros else ""
+        special = [f"{count(number)} {what}" for number, what in ((entry.nan, "NaN"), (entry.inf, "inf")) if number]
+        name = printable(entry.name, None) or "the tensor itself"
+        rows.append((name, printable(entry.dtype), *shown, zeros, _sparkline(entry), ((", ".join(special), "trust"),)))
+    titles = ("", "", "min", "max", "mean", "std", "zeros", "magnitudes", "")
+    yield Table(rows, right=(2, 3, 4, 5, 6), dim=(1,), titles=titles, drops=(1, 7, 4, 6, 5))
+    rows = []
+    floating = [entry for entry in counted if entry.overflow]
+    for place, (dtype, _) in enumerate(floating[0].overflow if floating else ()):
+        cells: list[Words] = [dtype]
+        for lost, role in (([e.overflow[place][1] for e in floating], "trust"), ([e.underflow[place][1] for e in floating], "")):
+            where = f" in {plural(sum(map(bool, lost)), 'tensor')}" if any(lost) else ""
+            cells.append(((f"{count(sum(lost))}{where}", role if any(lost) else "dim"),))
+        rows.append(tuple(cells))
+    if rows:
+        yield from heading("rounded to a smaller dtype", "finite numbers that would overflow, or become zero")
+        yield Table(rows, titles=("", "too large", "too small"))
+    if skipped := [entry for entry in stats if entry.note]:
+        yield from heading("not counted", count(len(skipped)))
+        for entry in skipped[:_PARTS]:
+            yield Prose(((printable(entry.note, 400), "dim"),), lead=f"  {printable(entry.name) or 'the tensor itself'}  ")
+        if len(skipped) > _PARTS:
+            yield note(f"… and {len(skipped) - _PARTS:,} more; --json lists all of them")
+
+
+def _sparkline(entry: TensorStats) -> Words:
+    """How many numbers have which magnitude, by powers of two, and the powers at both ends."""
+    if not entry.histogram:
+        return ""
+    first, last = entry.histogram[0][0], entry.histogram[-1][0]
+    step = -(-(last - first + 1) // _COLUMNS)
+    counts = [0] * ((last - first) // step + 1)
+    for power, number in entry.histogram:
+        counts[(power - first) // step] += number
+    most = max(counts)
+    bars = "".join(_BARS[number * (len(_BARS) - 1) // most] if number else GLUE for number in counts)
+    return ((f"2^{first} ", "dim"), (bars, ""), (f" 2^{last + 1}", "dim"))
 
 
 def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:

@@ -42,9 +42,10 @@ _HANG = 6  # the indentation of words whose lead has its own line
 _WIDEST = 96  # one very long name must not push the columns of all rows off the screen
 _CODES = {"strong": "1", "dim": "2", "good": "32", "trust": "33", "bad": "31"}
 
-_GLYPHS = "…·×→›✓✗├─└│▁█▾"
+_GLYPHS = "…·×→›✓✗├─└│▁▂▃▄▅▆▇█▾"
 # Replacements for a stream that cannot encode these characters.
 _ASCII: dict[int, int | str] = {**str.maketrans("·×✗›├└│─—–’“”", '-xx>|`|---\'""')}
+_ASCII.update(str.maketrans("▁▂▃▄▅▆▇█", "_.:-=+*#"))
 _ASCII.update({ord("…"): "...", ord("→"): "->", ord("✓"): "ok"})
 
 

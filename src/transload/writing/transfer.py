@@ -31,6 +31,7 @@ from transload.io.sources import Source, read_into
 from transload.nodes import Call
 from transload.opening.damage import records_of
 from transload.opening.elements import ElementReader, FileRange, numpy_or_none
+from transload.opening.numbers import decoded
 from transload.render.words import plural
 from transload.writing.output import Bundle
 
@@ -318,10 +319,7 @@ def cast(data: memoryview, dtype: str, wanted: str) -> tuple[bytes, int]:
     if numpy is None:
         return cast_slowly(bytes(data), dtype, wanted)
     with numpy.errstate(all="ignore"):
-        if dtype == "bfloat16":
-            values = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
-        else:
-            values = numpy.frombuffer(data, f"<f{ITEMSIZE[dtype]}")
+        values = decoded(data, dtype)
         if wanted != "bfloat16":
             numbers = values.astype(f"<f{ITEMSIZE[wanted]}").view(f"<u{ITEMSIZE[wanted]}")
         else:
