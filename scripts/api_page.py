@@ -35,7 +35,7 @@ This page is written by `scripts/api_page.py` from the docstrings.
 PAGES = {"load": "loading.md#load", "open": "loading.md#open", "load_into": "loading.md#load_into"}
 PAGES |= {"prefetch": "loading.md#prefetch"}
 PAGES |= {"CheckpointReader": "ranks.md", "save": "save.md#save", "save_async": "save.md#save_async"}
-COMMANDS = ("check", "convert", "doctor", "explain", "inspect", "rescue", "retag", "verify")
+COMMANDS = ("check", "convert", "diff", "doctor", "explain", "inspect", "rescue", "retag", "verify")
 PAGES |= {name: f"{name}.md" for name in COMMANDS} | {"patch": "run.md", "unpatch": "run.md"}
 PLUGINS = ("CheckpointReader",)
 """Classes that users make, and pass to another library."""

@@ -173,7 +173,13 @@ def test_suffix_of_all_names_is_found() -> None:
 def test_renamed_tensors_are_found_by_equal_bytes() -> None:
     values = [torch.randn(4, 3) for _ in range(4)]
     one = dict(zip(["q", "k", "v", "zero.bias"], [*values[:3], torch.zeros(9)], strict=True))
-    two = dict(zip(["attn_query", "attn_value", "x", "norm.bias"], [values[0], values[2], values[3], torch.zeros(9)], strict=True))
+    two = dict(
+        zip(
+            ["attn_query", "attn_value", "x", "norm.bias"],
+            [values[0], values[2], values[3], torch.zeros(9)],
+            strict=True,
+        )
+    )
     result = compared(one, two)
     renamed = {tensor.name: (tensor.renamed, tensor.evidence) for tensor in result.tensors if tensor.renamed}
     assert renamed == {
@@ -182,7 +188,11 @@ def test_renamed_tensors_are_found_by_equal_bytes() -> None:
         "zero.bias": ("norm.bias", "equal bytes"),
     }
     assert statuses(result) | {"q": "", "v": "", "zero.bias": ""} == {
-        "q": "", "v": "", "zero.bias": "", "k": "removed", "x": "added"
+        "q": "",
+        "v": "",
+        "zero.bias": "",
+        "k": "removed",
+        "x": "added",
     }
 
 
@@ -314,7 +324,10 @@ def test_scale_of_a_quantized_tensor_counts(monkeypatch: pytest.MonkeyPatch) -> 
     assert (tensor.status, tensor.differs) == ("different", ("quantizer",))
     channels = torch.quantize_per_channel(torch.ones(2, 2), torch.ones(2), torch.zeros(2), 0, torch.qint8)
     (tensor,) = compared({"q": channels}, {"q": channels}).tensors
-    assert (tensor.status, tensor.note) == ("unread", "its integers are equal; the scales of its channels are not compared")
+    assert (tensor.status, tensor.note) == (
+        "unread",
+        "its integers are equal; the scales of its channels are not compared",
+    )
 
 
 def test_tensor_that_cannot_be_read_is_named_and_not_the_same() -> None:

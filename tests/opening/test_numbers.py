@@ -29,7 +29,9 @@ def numpy_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 def sample(name: str, seed: int = 0, *, special: bool = True) -> torch.Tensor:
     """Numbers of many magnitudes, zeros, NaN and infinities, as far as the dtype has them."""
     generator = torch.Generator().manual_seed(seed)
-    wide = torch.randn(40, 70, generator=generator, dtype=torch.float64) * torch.logspace(-36, 6, 70, dtype=torch.float64)
+    wide = torch.randn(40, 70, generator=generator, dtype=torch.float64) * torch.logspace(
+        -36, 6, 70, dtype=torch.float64
+    )
     dtype = getattr(torch, name)
     if dtype == torch.bool:
         return wide > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
-from math import isfinite
+from math import inf
 from threading import Lock
 from typing import Any
 
@@ -54,7 +54,8 @@ def diff(a: SourceLike, b: SourceLike, *, rtol: float = 0.0, atol: float = 0.0, 
     that cannot be read is in the result.
     """
     for name, number in (("rtol", rtol), ("atol", atol)):
-        if not (isinstance(number, int | float) and number >= 0 and isfinite(number)):
+        given: object = number
+        if not (isinstance(given, int | float) and 0 <= given < inf):
             raise UsageError(f"{name} must be a number, at least 0", fix="For example rtol=1e-5.")
     start = time.perf_counter()
     with OpenCheckpoint(a, lazy=True) as first, OpenCheckpoint(b, lazy=True) as second:
@@ -89,7 +90,9 @@ class _Side:
         self.opened = opened
         self.reader, checkpoint = opened.elements, opened.checkpoint
         refuse_broken(checkpoint)
-        self.entries = [Entry(t.name, t, why) for t, why in leaves(checkpoint.tensors, several=checkpoint.traits.several)]
+        self.entries = [
+            Entry(t.name, t, why) for t, why in leaves(checkpoint.tensors, several=checkpoint.traits.several)
+        ]
         named = {entry.name: entry for entry in self.entries}
         texts = self.reader.header_metadata()
         self.aliases = aliases_in(texts, named)
@@ -123,7 +126,6 @@ class _Side:
         """The elements of a tensor, in chunks."""
         with self._lock:
             self._allowance.spend(tensor)
-            self._allowance.left += tensor.nbytes  # a limit for each tensor: some are read more than once
         return self.reader.chunks(tensor, size)
 
     def leaves(self, *, texts: bool) -> dict[str, Leaf]:
@@ -166,7 +168,27 @@ class _Read(NamedTuple):
 
     comparison: Comparison | None
     equal: bool
-    counts: tuple[int, int, int, int]
+    a: _Special
+    b: _Special
+
+
+class _Special:
+    """How many numbers of a tensor are NaN and infinite; ``None`` of a dtype that has no such numbers."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+        self._counts = 0, 0
+
+    def add(self, data: bytes, counts: tuple[int, int] | None = None) -> tuple[int, int]:
+        """Count those in a chunk, unless the counts are known; return them."""
+        if counts is None:
+            counts = count_special(data, self._dtype) if self._dtype in FLOATING else (0, 0)
+        self._counts = self._counts[0] + counts[0], self._counts[1] + counts[1]
+        return counts
+
+    def noted(self, side: TensorSide) -> TensorSide:
+        """The side with the counts."""
+        return side._replace(nan=self._counts[0], inf=self._counts[1]) if self._dtype in FLOATING else side
 
 
 class _Tensors:
@@ -208,36 +230,34 @@ class _Tensors:
 
     def _compare(self, pair: Pair) -> TensorDiff:
         one, two = self._a.entries[pair.a], self._b.entries[pair.b]
-        sides, names = (_shown(one), _shown(two)), {"renamed": two.name if pair.evidence else "", "evidence": pair.evidence}
-        differs = [name for name in ("dtype", "shape") if getattr(sides[0], name) != getattr(sides[1], name)]
-        if self._devices and sides[0].device != sides[1].device:
+        a, b = _shown(one), _shown(two)
+        name = two.name if pair.evidence else ""
+        out = TensorDiff(one.name, "renamed" if pair.evidence else "same", name, pair.evidence, a=a, b=b)
+        differs = [kind for kind in ("dtype", "shape") if getattr(a, kind) != getattr(b, kind)]
+        if self._devices and a.device != b.device:
             differs.append("device")
-        note, read = "", None
-        try:
-            if not (one.why or two.why or "shape" in differs):
-                note = self._why_not(one.tensor.dtype, two.tensor.dtype)
-                read = self._read(one.tensor, two.tensor) if not note else None
-        except TransloadError as error:
-            where = f"{error.where}: " if error.where else ""
-            return TensorDiff(one.name, "unread", *names.values(), tuple(differs), *sides, None, f"{where}{error.what}")
-        values = read.comparison.result() if read is not None and read.comparison is not None else None
-        if read is not None:
-            if not read.equal:
-                differs.append("values")
-                note = "" if values is not None else f"elements of {one.tensor.dtype} are compared as bytes"
-            if one.tensor.dtype in FLOATING:
-                sides = sides[0]._replace(nan=read.counts[0], inf=read.counts[1]), sides[1]
-            if two.tensor.dtype in FLOATING:
-                sides = sides[0], sides[1]._replace(nan=read.counts[2], inf=read.counts[3])
-        scales = self._a.quantizer(one.name), self._b.quantizer(two.name)
-        same = is_same(*scales)
+        if not (one.why or two.why or "shape" in differs):
+            why = self._why_not(one.tensor.dtype, two.tensor.dtype)
+            try:
+                read = None if why else self._read(one.tensor, two.tensor)
+            except TransloadError as error:
+                note = f"{error.where}: {error.what}" if error.where else error.what
+                return out._replace(status="unread", differs=tuple(differs), note=note)
+            out = out._replace(note=why)
+            if read is not None:
+                values = read.comparison.result() if read.comparison is not None else None
+                out = out._replace(a=read.a.noted(a), b=read.b.noted(b), values=values)
+                if not read.equal:
+                    differs.append("values")
+                    note = "" if values is not None else f"elements of {one.tensor.dtype} are compared as bytes"
+                    out = out._replace(note=note)
+        same = is_same(self._a.quantizer(one.name), self._b.quantizer(two.name))
         if same is False:
             differs.append("quantizer")
         elif same is None and not differs:
             note = "its integers are equal; the scales of its channels are not compared"
-            return TensorDiff(one.name, "unread", *names.values(), tuple(differs), *sides, values, note)
-        status = "different" if differs else "renamed" if pair.evidence else "same"
-        return TensorDiff(one.name, status, *names.values(), tuple(differs), *sides, values, note)
+            return out._replace(status="unread", note=note)
+        return out._replace(status="different" if differs else out.status, differs=tuple(differs))
 
     def _why_not(self, one: str, two: str) -> str:
         """Why numbers of two dtypes are not compared; empty if they are."""
@@ -253,19 +273,17 @@ class _Tensors:
         for begun in (False, True):
             comparison = Comparison(one.dtype, two.dtype, *self._tolerance) if one.dtype in NUMERIC else None
             started, equal, is_first = begun or one.dtype != two.dtype, True, True
-            counts = [0, 0, 0, 0]
+            a, b = _Special(one.dtype), _Special(two.dtype)
             for data, other in self._both(one, two):
                 self._report_progress(len(data) + len(other))
                 first, second = bytes(data), bytes(other)
                 same = one.dtype == two.dtype and first == second
-                special = count_special(first, one.dtype) if one.dtype in FLOATING else (0, 0)
-                if not same:
-                    special += count_special(second, two.dtype) if two.dtype in FLOATING else (0, 0)
-                counts = [count + more for count, more in zip(counts, special if not same else 2 * special, strict=True)]
+                found = a.add(first)
+                b.add(second, found if same else None)
                 if same and not started:
                     is_first = False
                     continue
-                equal = False
+                equal = equal and same
                 if comparison is None:
                     continue
                 if not started and not is_first:
@@ -273,8 +291,9 @@ class _Tensors:
                 started = True
                 comparison.add(data, other)
             else:
-                used = comparison if started and comparison is not None else None
-                return _Read(used, used.is_within if used is not None else equal, (*counts,))
+                if not started or comparison is None:
+                    return _Read(None, equal, a, b)
+                return _Read(comparison, comparison.is_within, a, b)
         raise AssertionError  # the second pass ends
 
     def _both(self, one: Tensor, two: Tensor) -> Iterator[tuple[memoryview, memoryview]]:

@@ -41,7 +41,9 @@ class Pairs(NamedTuple):
     only_b: list[int]
 
 
-def paired(a: Sequence[Entry], b: Sequence[Entry], digest_a: Callable[[int], str], digest_b: Callable[[int], str]) -> Pairs:
+def paired(
+    a: Sequence[Entry], b: Sequence[Entry], digest_a: Callable[[int], str], digest_b: Callable[[int], str]
+) -> Pairs:
     """Find the pairs; the digests of entries without a partner of the same name are requested if they can decide."""
     keys_a, keys_b = _keys(a), _keys(b)
     pairs = [Pair(place, keys_b[key]) for key, place in keys_a.items() if key in keys_b]
@@ -128,11 +130,11 @@ def _rule(a: Iterable[str], b: Iterable[str], fits: Callable[[str, str], bool]) 
     for other in others[:: max(1, len(others) // _SAMPLES)][:_SAMPLES]:
         for name in names:
             if name[-1:] == other[-1:]:
-                same = _whole(commonprefix([name[::-1], other[::-1]])[::-1], name, other, at_end=False)
+                same = _whole(_common(name[::-1], other[::-1])[::-1], name, other, at_end=False)
                 if same:
                     found[_Rule(name[: -len(same)], other[: -len(same)], at_end=False)] += 1
             if name[:1] == other[:1]:
-                same = _whole(commonprefix([name, other]), name, other, at_end=True)
+                same = _whole(_common(name, other), name, other, at_end=True)
                 if same:
                     found[_Rule(name[len(same) :], other[len(same) :], at_end=True)] += 1
     best, most = None, 0
@@ -143,6 +145,10 @@ def _rule(a: Iterable[str], b: Iterable[str], fits: Callable[[str, str], bool]) 
     if best is None or 2 * most <= min(len(names), len(others)) or (most == 1 and best.old and best.new):
         return None
     return best
+
+
+def _common(name: str, other: str) -> str:
+    return commonprefix([name, other])  # noqa: RUF071 - of characters, not of components
 
 
 def _whole(same: str, name: str, other: str, *, at_end: bool) -> str:

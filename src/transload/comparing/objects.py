@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any
 
 from transload.nodes import Big, Call, Dict, Global
@@ -25,7 +26,7 @@ def is_same(a: object, b: object) -> bool | None:
             return False
         kind = type(one)
         if kind in _ATOMS:
-            if one != two and (one == one or two == two):  # NaN is not equal to itself
+            if one != two and not (kind is float and isnan(one) and isnan(two)):
                 return False
         elif kind is list or kind is tuple or kind is Dict:
             ones, twos = (one, two) if kind is not Dict else (one.items, two.items)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from transload.format import format_of
 from transload.frozen import Frozen, NamedTuple, Plain, Reported
 from transload.opening.numbers import ValuesDiff
-from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row
+from transload.render.lines import Block, Prose, Table, Words, as_text, heading, note, row
 from transload.render.words import count, path_text, plural, printable, shape_text
 
 Status = Literal["same", "renamed", "different", "removed", "added", "unread"]
@@ -198,7 +198,11 @@ def _verdict(diff: Diff, different: Sequence[TensorDiff]) -> Words:
     if not changed:
         what = [f"{plural(total, 'tensor')} with the same numbers"] if total else []
         what += ["under other names"] if any(tensor.evidence for tensor in diff.tensors) else []
-        what += [f"{plural(len(diff.values), 'value')} {'differs' if len(diff.values) == 1 else 'differ'}"] if diff.values else []
+        what += (
+            [f"{plural(len(diff.values), 'value')} {'differs' if len(diff.values) == 1 else 'differ'}"]
+            if diff.values
+            else []
+        )
         what += ["other tensors are tied"] if diff.ties else []
         what += ["not all values were compared"] if diff.unlisted else []
         return ("different", "bad"), (f": {', '.join(what)}", "")
@@ -255,7 +259,9 @@ def _renamed(moved: Sequence[TensorDiff], *, complete: bool) -> Iterator[Block]:
             yield from _more(tensors)
         else:
             first = f"{_named(tensors[0])} → {printable(tensors[0].renamed)}"
-            yield Prose(((f"{plural(len(tensors), 'tensor')}, such as {first}", "dim"),), lead=f"  {printable(evidence)}: ")
+            yield Prose(
+                ((f"{plural(len(tensors), 'tensor')}, such as {first}", "dim"),), lead=f"  {printable(evidence)}: "
+            )
 
 
 def _more(items: Sequence[object]) -> Iterator[Block]:

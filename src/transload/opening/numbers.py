@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from functools import cache
-from math import frexp, fsum, inf, isfinite, ldexp, nan, nextafter, sqrt
+from math import frexp, fsum, inf, isfinite, isnan, ldexp, nan, nextafter, sqrt
 from struct import pack, unpack
 from typing import Any
 
@@ -22,13 +22,28 @@ _BLOCK = 1 << 15  # numbers handled at once: as float64, a few such arrays fit a
 _FEW = 1 << 16  # for fewer numbers than there are codes of 16 bits, sorting beats a table of all codes
 
 _CODES = {
-    **{"float64": "d", "float32": "f", "float16": "e", "complex128": "d", "complex64": "f", "complex32": "e"},
-    **{"int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint64": "Q", "uint32": "I", "uint16": "H"},
-    **{"uint8": "B", "bool": "B", "qint32": "i", "qint8": "b", "quint8": "B"},
+    "float64": "d",
+    "float32": "f",
+    "float16": "e",
+    "complex128": "d",
+    "complex64": "f",
+    "complex32": "e",
+    "int64": "q",
+    "int32": "i",
+    "int16": "h",
+    "int8": "b",
+    "uint64": "Q",
+    "uint32": "I",
+    "uint16": "H",
+    "uint8": "B",
+    "bool": "B",
+    "qint32": "i",
+    "qint8": "b",
+    "quint8": "B",
 }
 """How ``struct`` and numpy (after ``_NUMPY``) call one number of a dtype."""
 
-_NUMPY = dict(zip("dfeqihbQIHB", "f8 f4 f2 i8 i4 i2 i1 u8 u4 u2 u1".split(), strict=True))
+_NUMPY = dict(zip("dfeqihbQIHB", ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1"], strict=True))
 _UPPER_HALVES = ("bfloat16", "bcomplex32")
 
 # Bits of the exponent and the mantissa, and the bias, of the dtypes that are looked up; ``NANS`` has their NaNs.
@@ -91,12 +106,10 @@ def decoded(data: memoryview, dtype: str) -> Any:
     if dtype in _CODES:
         code = _CODES[dtype]
         if numpy is None:
-            numbers: tuple[Any, ...] = unpack(f"<{len(data) // component(dtype)}{code}", data)
-        else:
-            numbers = numpy.frombuffer(data, f"<{_NUMPY[code]}")
-        if dtype != "bool":
-            return numbers
-        return (numbers != 0).astype("u1") if numpy is not None else tuple([int(number != 0) for number in numbers])
+            plain = unpack(f"<{len(data) // component(dtype)}{code}", data)
+            return plain if dtype != "bool" else tuple([int(number != 0) for number in plain])
+        numbers = numpy.frombuffer(data, f"<{_NUMPY[code]}")
+        return numbers if dtype != "bool" else (numbers != 0).astype("u1")
     if dtype in _UPPER_HALVES:
         if numpy is not None:
             return (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
@@ -107,7 +120,9 @@ def decoded(data: memoryview, dtype: str) -> Any:
     if numpy is not None:
         every = numpy.array(table, "f4")
         return every.reshape(256, -1)[numpy.frombuffer(data, "u1")].reshape(-1)
-    return tuple(table[2 * code + at] for code in data for at in (0, 1)) if pair else tuple(table[code] for code in data)
+    return (
+        tuple(table[2 * code + at] for code in data for at in (0, 1)) if pair else tuple(table[code] for code in data)
+    )
 
 
 # -- statistics
@@ -201,7 +216,9 @@ class Statistics:
     def _add_slowly(self, numbers: Iterable[Any], counts: Iterable[int] | None) -> None:
         """The same without numpy, number by number."""
         finite: list[tuple[Any, int]] = []
-        for number, count in ((number, 1) for number in numbers) if counts is None else zip(numbers, counts, strict=True):
+        for number, count in (
+            ((number, 1) for number in numbers) if counts is None else zip(numbers, counts, strict=True)
+        ):
             if isfinite(number):
                 finite.append((number, count))
                 if not number:
@@ -214,7 +231,7 @@ class Statistics:
                     for target, (over, under) in TARGETS.items():
                         self._over[target] += count if magnitude >= over else 0
                         self._under[target] += count if magnitude <= under else 0
-            elif number != number:
+            elif isnan(number):
                 self._nan += count
             else:
                 self._inf += count
@@ -345,7 +362,9 @@ class Comparison:
                 most = float(apart.max()) if len(apart) else 0.0
             self._count += len(x)
             dots = ((x, y), (x, x), (y, y))
-            self._dots = [sum_ + float(numpy.einsum("i,i->", *pair)) for sum_, pair in zip(self._dots, dots, strict=True)]
+            self._dots = [
+                sum_ + float(numpy.einsum("i,i->", *pair)) for sum_, pair in zip(self._dots, dots, strict=True)
+            ]
             if not most:
                 return
             self._different += int(numpy.count_nonzero(apart))
@@ -368,7 +387,7 @@ class Comparison:
             if isfinite(x) and isfinite(y):
                 pairs.append((x, y))
             else:
-                self._nonfinite += not (x == y or (x != x and y != y))
+                self._nonfinite += not (x == y or (isnan(x) and isnan(y)))
         self._count += len(pairs)
         dots = (_sum(x * y for x, y in pairs), _sum(x * x for x, _ in pairs), _sum(y * y for _, y in pairs))
         self._dots = [sum_ + dot for sum_, dot in zip(self._dots, dots, strict=True)]

@@ -16,7 +16,9 @@ PIECE = 1 << 20
 """Bytes of a tensor that are read at once."""
 
 
-def statistics(reader: ElementReader, report_progress: Callable[[int], None] = lambda _: None) -> tuple[TensorStats, ...]:
+def statistics(
+    reader: ElementReader, report_progress: Callable[[int], None] = lambda _: None
+) -> tuple[TensorStats, ...]:
     """The statistics of all tensors, in order; what cannot be read or counted has a note."""
     checkpoint = reader.checkpoint
     entries: list[TensorStats] = []
@@ -24,15 +26,14 @@ def statistics(reader: ElementReader, report_progress: Callable[[int], None] = l
     allowance = Allowance(checkpoint)
     for tensor, why in leaves(checkpoint.tensors, several=checkpoint.traits.several):
         dtype = f"{tensor.dtype} {tensor.kind}" if why else tensor.dtype
-        if not why and tensor.dtype not in NUMERIC:
-            why = f"elements of {tensor.dtype} are not decoded"
+        note = why or ("" if tensor.dtype in NUMERIC else f"elements of {tensor.dtype} are not decoded")
         try:
-            if not why:
+            if not note:
                 allowance.spend(tensor)
                 jobs.append((len(entries), tensor))
         except TransloadError as error:
-            why = error.what
-        entries.append(TensorStats(tensor.name, dtype, tensor.shape, note=why))
+            note = error.what
+        entries.append(TensorStats(tensor.name, dtype, tensor.shape, note=note))
 
     def position(job: tuple[int, Tensor]) -> tuple[str, int]:
         storage = reader.storage(job[1])

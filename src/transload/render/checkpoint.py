@@ -331,7 +331,8 @@ def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
     yield from heading("statistics", plural(len(counted), "tensor"))
     rows: list[tuple[Words, ...]] = []
     for entry in counted:
-        shown = (f"{number:.3g}" if number is not None else "" for number in (entry.min, entry.max, entry.mean, entry.std))
+        numbers = (entry.min, entry.max, entry.mean, entry.std)
+        shown = (f"{number:.3g}" if number is not None else "" for number in numbers)
         zeros = f"{100 * entry.zeros / entry.numbers:.3g} %" if entry.zeros else ""
         special = [f"{count(number)} {what}" for number, what in ((entry.nan, "NaN"), (entry.inf, "inf")) if number]
         name = printable(entry.name, None) or "the tensor itself"
@@ -341,20 +342,26 @@ def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
     rows = []
     floating = [entry for entry in counted if entry.overflow]
     for place, (dtype, _) in enumerate(floating[0].overflow if floating else ()):
-        cells: list[Words] = [dtype]
-        for lost, role in (([e.overflow[place][1] for e in floating], "trust"), ([e.underflow[place][1] for e in floating], "")):
-            where = f" in {plural(sum(map(bool, lost)), 'tensor')}" if any(lost) else ""
-            cells.append(((f"{count(sum(lost))}{where}", role if any(lost) else "dim"),))
-        rows.append(tuple(cells))
+        large = [entry.overflow[place][1] for entry in floating]
+        small = [entry.underflow[place][1] for entry in floating]
+        rows.append((dtype, _lost(large, "trust"), _lost(small, "")))
     if rows:
         yield from heading("rounded to a smaller dtype", "finite numbers that would overflow, or become zero")
         yield Table(rows, titles=("", "too large", "too small"))
     if skipped := [entry for entry in stats if entry.note]:
         yield from heading("not counted", count(len(skipped)))
         for entry in skipped[:_PARTS]:
-            yield Prose(((printable(entry.note, 400), "dim"),), lead=f"  {printable(entry.name) or 'the tensor itself'}  ")
+            lead = f"  {printable(entry.name) or 'the tensor itself'}  "
+            yield Prose(((printable(entry.note, 400), "dim"),), lead=lead)
         if len(skipped) > _PARTS:
             yield note(f"… and {len(skipped) - _PARTS:,} more; --json lists all of them")
+
+
+def _lost(numbers: Sequence[int], role: str) -> Words:
+    """How many numbers are lost, and in how many tensors."""
+    if not any(numbers):
+        return (("0", "dim"),)
+    return ((f"{count(sum(numbers))} in {plural(sum(map(bool, numbers)), 'tensor')}", role),)
 
 
 def _sparkline(entry: TensorStats) -> Words:
