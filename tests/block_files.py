@@ -82,6 +82,16 @@ def flipped() -> bytes:
 
 
 @cache
+def other_model() -> bytes:
+    """model.pt after some training: with other weights, a tensor in another dtype, and one less."""
+    state = transload.load(STATE_DICT, map_location="cpu")
+    state["conv.weight"] = state["conv.weight"] * 1.01
+    state["fc.bias"] = state["fc.bias"].bfloat16()
+    del state["bn.num_batches_tracked"]
+    return saved(state)
+
+
+@cache
 def random_state() -> bytes:
     """The state of the random number generators, as the Trainer of transformers saves it."""
     numbers = np.random.get_state()  # noqa: NPY002 - as the Trainer does
@@ -111,6 +121,7 @@ COMMON: dict[str, Callable[[], bytes]] = {
 }
 PAGE_FILES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
     ("README.md", "Use it"): {"train.py": INFER.encode},
+    ("diff.md", ""): {"other.pt": other_model},
     ("doctor.md", "Several machines"): dict.fromkeys(("machine.json", "other.json"), machine),
     ("rescue.md", "transload rescue"): {"broken.pt": flipped},
     ("retag.md", ""): {"model.pt": (DATA / "mixed_cpu_cuda.pt").read_bytes},

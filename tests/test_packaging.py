@@ -44,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "converting": _FILES | {"writing"},
     "verifying": _FILES,
     "rescuing": _FILES | {"writing"},
+    "comparing": _FILES,
     "checking": _FILES | {"diagnose", "loading"},
     "explaining": _FILES | {"diagnose", "loading", "checking"},
     "patching": _FILES | {"loading", "explaining"},

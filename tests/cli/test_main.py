@@ -199,6 +199,7 @@ def test_public_names_resolve_and_nothing_else_is_listed() -> None:
         ["inspect", "nope.pt"],
         ["rescue", "nope.pt", "out.pt"],
         ["retag", "nope.pt", "--to", "cpu"],
+        ["diff", "nope.pt", "nope.pt"],
         ["verify", "nope.pt"],
         ["verify", "nope.pt", "--against", "nope.json"],
         ["check", "nope.pt", "--device", "banana"],

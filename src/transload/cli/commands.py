@@ -39,10 +39,10 @@ def run_diff(arguments: Namespace) -> int:
     """Compare two checkpoints."""
     from transload.comparing import diff, report
 
-    for path in (arguments.path, arguments.other):
+    for path in (arguments.a, arguments.b):
         finish_retag(path)
     tolerance = keywords(arguments, "rtol atol")
-    result = diff(arguments.path, arguments.other, **tolerance, progress=not arguments.json)
+    result = diff(arguments.a, arguments.b, **tolerance, progress=not arguments.json)
     show_result(result, report, arguments)
     return 0 if result.same else 1
 

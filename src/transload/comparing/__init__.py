@@ -47,8 +47,8 @@ def diff(a: SourceLike, b: SourceLike, *, rtol: float = 0.0, atol: float = 0.0, 
     With ``rtol`` and ``atol``, numbers count as equal if ``|a - b| <= atol + rtol * |a|``. ``progress`` is a function
     of the bytes done and the total, or True for a line on the terminal. New in 0.2.
 
-    >>> transload.diff("epoch1.pt", "epoch2.pt").same  # doctest: +SKIP
-    False
+    >>> transload.diff("model.pt", "model_cuda0.pt").same  # doctest: +SKIP
+    True
 
     Raises ``CannotReadError`` or ``LoadError`` if one of them cannot be read, or is not a checkpoint; a single tensor
     that cannot be read is in the result.

@@ -135,7 +135,7 @@ def report(diff: Diff) -> Iterator[Block]:
     yield row("tensors", ", ".join(counts))
     kinds = Counter(kind for tensor in diff.tensors for kind in tensor.differs)
     if kinds:
-        yield row("differences", ", ".join(f"{kind} in {count(number)}" for kind, number in kinds.most_common()))
+        yield row("changed", ", ".join(f"{kind} in {count(number)}" for kind, number in kinds.most_common()))
     if diff.value_count:
         changed = f"{count(len(diff.values))} of {count(diff.value_count)} differ" if diff.values else "the same"
         yield row("values", changed if diff.values else f"{count(diff.value_count)}, all {changed}")
