@@ -42,10 +42,10 @@ _LONGEST = 200  # characters of a text that a leaf has completely
 def diff(a: SourceLike, b: SourceLike, *, rtol: float = 0.0, atol: float = 0.0, progress: Progress = None) -> Diff:
     """How two checkpoints differ: keys, shapes, dtypes, devices, ties, numbers, and values that are no tensors.
 
-    Each is a path (of a file or a directory), bytes, or a seekable binary file object, in any format and any number of
-    files; torch is not needed, and nothing in them is run. Memory stays bounded: tensors are read a part at a time.
-    With ``rtol`` and ``atol``, numbers count as equal if ``|a - b| <= atol + rtol * |a|``. ``progress`` is a function
-    of the bytes done and the total, or True for a line on the terminal. New in 0.2.
+    Each is a path (of a file or a directory), a URL, bytes, or a seekable binary file object, in any format and any
+    number of files; torch is not needed, and nothing in them is run. Memory stays bounded: tensors are read a part at a
+    time. With ``rtol`` and ``atol``, numbers count as equal if ``|a - b| <= atol + rtol * |a|``. ``progress`` is a
+    function of the bytes done and the total, or True for a line on the terminal.
 
     >>> transload.diff("model.pt", "model_cuda0.pt").same  # doctest: +SKIP
     True

@@ -78,7 +78,7 @@ class Diff(Frozen, Reported):
 
     ``tensors`` are all tensors, ``values`` those of ``value_count`` values of other kinds that differ, ``ties`` the
     groups of tensors that are one in only one of the two. ``unlisted`` is whether there are so many values that not all
-    were compared. New in 0.2.
+    were compared.
     """
 
     a: str
