@@ -286,6 +286,12 @@ def test_a_part_of_a_damaged_directory_is_converted_if_it_is_whole(tmp_path: Pat
             assert "other parts of the source are damaged: transload verify names what is lost" in result.notes
             assert same_values(torch.load(tmp_path / "out.pt", weights_only=True), value[key])
     assert len(outcomes) > 2
+    damaged = bytearray(data)
+    damaged[data.index(b"X\x01\x00\x00\x00o")] ^= 1  # the pickle of an object: its checksum differs
+    file.write_bytes(damaged)
+    with pytest.raises(BrokenFileError):
+        convert(folder, tmp_path / "out.pt", key="opt", overwrite=True)
+    assert convert(folder, tmp_path / "out.pt", key="opt/m", overwrite=True).complete
     file.unlink()
     with pytest.raises(BrokenFileError, match=r"model\.t: no file has it"):
         convert(folder, tmp_path / "out.pt", key="model", overwrite=True)

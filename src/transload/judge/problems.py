@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 from transload.checkpoint import Checkpoint
-from transload.contents import with_parts
 from transload.errors import BrokenFileError, NotACheckpointDirectoryError, NotACheckpointError, TransloadError
 from transload.findings import (
     SEVERITIES,
@@ -193,8 +192,6 @@ _WARNED = LEFT_OUT | {"dcp-objects-differ", "dcp-shape-inferred", "storage-skipp
 _HARMLESS = frozenset({"link-outside"})
 # Problems that can be repaired, but only by a rescue; and values that cannot be read here.
 _NOT_WHOLE = frozenset({"dcp-transformed", "zip-no-directory", "zeros-at-end", "zip-bad-version"})
-# The index lists all that is lost: objects are problems of their own, and whoever reads a tensor gets an error.
-_LISTED = frozenset({"dcp-file-cut", "dcp-file-missing", "dcp-piece-missing"})
 
 
 def refuse_broken(checkpoint: Checkpoint, key: str = "") -> None:
@@ -204,7 +201,9 @@ def refuse_broken(checkpoint: Checkpoint, key: str = "") -> None:
     listed, but not complete, are for the caller to find.
     """
     if key and checkpoint.traits.several:
-        problems = tuple(problem for problem in checkpoint.problems if _concerns(checkpoint, key, problem))
+        from transload.formats.sets import concerns
+
+        problems = tuple(problem for problem in checkpoint.problems if concerns(problem, checkpoint, key))
         checkpoint = replace(checkpoint, problems=problems)
     codes = codes_of(checkpoint)
     if checkpoint.integrity == "not-a-checkpoint":
@@ -219,34 +218,6 @@ def refuse_broken(checkpoint: Checkpoint, key: str = "") -> None:
             broken.add(code)
     if broken:
         raise _refusal(BrokenFileError, checkpoint, broken)
-
-
-def _concerns(checkpoint: Checkpoint, key: str, problem: Problem) -> bool:
-    """Whether a problem of one of several files may mean that something is missing below a key."""
-    if problem.code in _LISTED:
-        return False
-    if problem.code == "dcp-object-missing":
-        steps = problem.where.split("/")  # it may begin with a folder
-        lost = ["/".join(steps[at:]) for at in range(len(steps))]
-        return any(_is_below(name, key) or _is_below(key, name) for name in lost)
-    place = problem.where.partition(" › ")[0]
-    if checkpoint.format == "dcp" and "@" in place:  # an item, by its offset: the ids of its storages begin with that
-        parts = (part for tensor in checkpoint.tensors if _is_below(tensor.name, key) for part in with_parts(tensor))
-        return any((part.storage or "").startswith(f"{place}:") for part in parts)
-    if checkpoint.format == "rank-files":
-        from transload.formats.sets.ranks import family_of
-
-        families = {family_of(part.name) for part in checkpoint.parts if part.kind.endswith("rank file")}
-        if problem.code == "rank-missing" and (len(families) > 1 or checkpoint.flavour):
-            return _is_below(key, place) or not place
-        if len(families) > 1 and not checkpoint.flavour and family_of(place) in families:
-            return _is_below(key, family_of(place))
-    return True
-
-
-def _is_below(name: str, key: str) -> bool:
-    """Whether a name is a key, or that of something below it; some formats join keys with dots."""
-    return f"{name}.".replace("/", ".").startswith(f"{key}.".replace("/", "."))
 
 
 def codes_of(checkpoint: Checkpoint) -> set[str]:

@@ -27,7 +27,7 @@ from transload.formats.sets.single import checkpoint_files
 from transload.frozen import replace
 from transload.io.folder import MAX_ENTRIES, MAX_MEMBERS, Folder, Listing
 
-__all__ = ["read"]
+__all__ = ["concerns", "read"]
 
 # How far an unknown directory is searched for something to read.
 MAX_DEPTH = 3
@@ -38,6 +38,9 @@ _SAFETY_PROBLEMS = {
     *("zip-duplicate-name", "zip-headers-differ", "zip-inside", "zip-names-differ", "zip-nul-name", "zip-odd-name"),
     *("zip-overlap", "zip-shifted", "zip-two-ends", "zip-two-sizes"),
 }
+
+# The index lists all that is lost: objects are problems of their own, and whoever reads a tensor gets an error.
+_LISTED = frozenset({"dcp-file-cut", "dcp-file-missing", "dcp-piece-missing"})
 
 
 class Kind(Protocol):
@@ -135,3 +138,34 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
     out = Draft(listing.folder.name, "directory", sum(listing.files.values()), noted.problems())
     out.parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in candidates.items()]
     return out.checkpoint()
+
+
+# -- parts of a damaged one
+
+
+def concerns(problem: Problem, checkpoint: Checkpoint, key: str) -> bool:
+    """Whether a problem of one of several files may mean that something is missing below a key."""
+    if problem.code in _LISTED:
+        return False
+    if not problem.where:
+        return True
+    place = problem.where.partition(" › ")[0]
+    names = [problem.where] if problem.code == "dcp-object-missing" else []
+    if checkpoint.format == "dcp" and "@" in place:
+        names = dcp.names_at(checkpoint, place)
+    if names:  # after those of folders, which may be a key, too
+        steps = [name.split("/") for name in names]
+        lost = ["/".join(each[at:]) for each in steps for at in range(len(each))]
+        return any(_is_below(name, key) or _is_below(key, name) for name in lost)
+    if checkpoint.format == "rank-files":
+        families = {ranks.family_of(part.name) for part in checkpoint.parts if part.kind.endswith("rank file")}
+        if problem.code == "rank-missing" and (len(families) > 1 or checkpoint.flavour):
+            return _is_below(key, place)
+        if len(families) > 1 and not checkpoint.flavour and ranks.family_of(place) in families:
+            return _is_below(key, ranks.family_of(place))
+    return True
+
+
+def _is_below(name: str, key: str) -> bool:
+    """Whether a name is a key, or that of something below it; some formats join keys with dots."""
+    return f"{name}.".replace("/", ".").startswith(f"{key}.".replace("/", "."))

@@ -100,6 +100,21 @@ def folder_of_rank(path: str) -> str:
     return (folder or ".") if here else ""
 
 
+def names_at(checkpoint: Checkpoint, place: str) -> list[str]:
+    """The entries whose item is at a place, ``FILE@OFFSET``; each after the folder of the file, as in problems."""
+    folder, slash, item = place.rpartition("/")
+    file, _, at = item.rpartition("@")
+    if not at.isdecimal():
+        return []
+    wanted, names = (file, int(at)), []
+    for pickle in checkpoint.pickles:
+        for key, value in _pairs(_state(pickle.root, "Metadata").get("storage_data")):
+            info, name = _state(value, "StorageInfo"), _state(key, "MetadataIndex").get("fqn")
+            if (info.get("relative_path"), info.get("offset")) == wanted and type(name) is str:
+                names.append(f"{folder}{slash}{name}")
+    return names
+
+
 def read(merger: Merger) -> Checkpoint:
     """Read such a folder, and the state of Lightning's trainer beside it."""
     merger.format = "dcp"
