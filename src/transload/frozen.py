@@ -8,7 +8,8 @@ class: for the thirty classes of ``machine`` that takes longer than examining a 
 compiled, when it is first needed, and the other methods are inherited. ``fields``, ``replace`` and ``is_dataclass``
 work: the attribute they read is computed on demand.
 
-``typing.NamedTuple`` compiles every annotation, which takes longer than everything else about the class.
+``typing.NamedTuple`` compiles every annotation, which takes longer than everything else about the class, and
+``collections.namedtuple`` compiles ``__new__``; here that, too, is compiled when it is first needed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class _Init(_Fields):
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from dataclasses import field, replace
     from typing import NamedTuple
 
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     class Frozen:
         """A base class that makes a frozen dataclass."""
 else:
+    from _collections import _tuplegetter
 
     class Frozen:
         """A base class that works like ``dataclass(frozen=True)``.
@@ -90,16 +93,51 @@ else:
         def __replace__(self, **changes: object) -> object:
             return type(self)(**{**self.__dict__, **changes})
 
+    class _New(_Fields):
+        """``__new__`` of a named tuple: compiled when it is first read."""
+
+        def __get__(self, instance: object, cls: type) -> Any:
+            twin = namedtuple(self.cls.__name__, self.annotations, defaults=self.defaults.values())  # noqa: PYI024
+            self.cls.__new__ = twin.__new__
+            return twin.__new__
+
+    class _Tuple(tuple):
+        """What all named tuples inherit; their documentation is that of ``collections.namedtuple``."""
+
+        __slots__ = ()
+
+        @classmethod
+        def _make(cls, values: Iterable[Any]) -> Any:
+            return cls(*values)
+
+        def _replace(self, /, **changes: Any) -> Any:
+            result = tuple.__new__(type(self), map(changes.pop, self._fields, self))
+            if changes:
+                raise ValueError(f"Got unexpected field names: {list(changes)!r}")
+            return result
+
+        __replace__ = _replace
+
+        def _asdict(self) -> dict[str, Any]:
+            return dict(zip(self._fields, self, strict=True))
+
+        def __repr__(self) -> str:
+            fields = ", ".join(f"{name}={value!r}" for name, value in self._asdict().items())
+            return f"{type(self).__name__}({fields})"
+
+        def __getnewargs__(self) -> tuple[Any, ...]:
+            return tuple(self)
+
     class _NamedTupleMaker(type):
         def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
             if not bases:
                 return super().__new__(cls, name, bases, namespace)
-            names = namespace["__annotations__"]
-            defaults = [namespace[field] for field in names if field in namespace]
-            result = namedtuple(name, names, defaults=defaults)  # noqa: PYI024 - the types are for the type checker
-            for attribute, value in namespace.items():
-                if attribute not in names:
-                    setattr(result, attribute, value)
+            annotations = namespace["__annotations__"]
+            defaults = {field: namespace[field] for field in annotations if field in namespace}
+            fields = {field: _tuplegetter(index, None) for index, field in enumerate(annotations)}
+            named = {"_fields": tuple(fields), "_field_defaults": defaults, "__match_args__": tuple(fields)}
+            result = type(name, (_Tuple,), {**namespace, **fields, **named, "__slots__": ()})
+            result.__new__ = _New(result, annotations, defaults)
             return result
 
     class NamedTuple(metaclass=_NamedTupleMaker):

@@ -11,10 +11,11 @@ from transload.devices import Device, Devices, split
 _KINDS = ("cuda", "xpu", "hpu", "mtia")
 
 
-def with_accelerators(names: list[str], host: Device, rank: int | None) -> Devices:
+def with_accelerators(names: list[str], rank: int | None) -> Devices:
     """All devices of this machine, with the free memory of those that tensors saved on ``names`` may go to."""
     import torch
 
+    host = Device("cpu")
     # The modules that work, such as torch.cuda. The last one is that of the backend that a third-party package has
     # registered (npu, mlu …). torch has no public function that names it.
     backend = str(torch._C._get_privateuse1_backend_name())  # noqa: SLF001

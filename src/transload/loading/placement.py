@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from transload.devices import Device, Devices, closest_device, local_rank, split
 from transload.errors import DoesNotFitError, LoadError, NoDeviceError
-from transload.frozen import Frozen
+from transload.frozen import Frozen, replace
 
 if TYPE_CHECKING:
     import torch
@@ -465,22 +465,25 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
     """The devices torch can use; accelerators only if one of them is wanted.
 
     If only the CPU is wanted, no accelerator is initialised: a forked worker process cannot do that, and the first use
-    of a GPU costs half a second and half a gigabyte. Free memory is determined for the devices that may be used; for
-    the host only if ``nbytes``, the bytes to load, are many enough to be worth the time.
+    of a GPU costs half a second and half a gigabyte. Free memory is determined for the devices that may be used. That
+    of the host takes 4 ms, so it is left out if ``nbytes``, the bytes to load, are few, or if accelerators that are
+    here are wanted, and each has room for all.
     """
-    names = [name for name in wanted if name not in ("cpu", "meta")]
-    host = Device("cpu")
-    if nbytes >= _LITTLE:
+    every = [*wanted]
+    names = [name for name in every if name not in ("cpu", "meta")]
+    devices = Devices((Device("cpu"),), rank=local_rank(os.environ))
+    if names:
+        from transload.loading.accelerators import with_accelerators
+
+        devices = with_accelerators(names, devices.rank)
+    found = [devices.get(name) for name in names]
+    has_room = names == every != [] and all(device is not None and device.free >= nbytes for device in found)
+    if nbytes >= _LITTLE and not has_room:
         from transload.diagnose.host import Host, memory
 
         total, free = memory(Host())
-        host = Device("cpu", free, total)
-    rank = local_rank(os.environ)
-    if not names:
-        return Devices((host,), rank=rank)
-    from transload.loading.accelerators import with_accelerators
-
-    return with_accelerators(names, host, rank)
+        devices = replace(devices, available=(Device("cpu", free, total), *devices.available[1:]))
+    return devices
 
 
 class DeviceMap:

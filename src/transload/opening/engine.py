@@ -404,13 +404,15 @@ class RingLane:
         if slot.busy:
             driver.wait_event(slot.busy)
             slot.busy = 0
+        start = transfer.files[job.file].read_job(job, slot.address)
+        # Pinned after the first read: all threads get their pages at once. The driver would get them for one thread at
+        # a time: 26 ms for 96 MiB instead of 5 ms.
         if not slot.pinned and self._pins:
             try:
                 driver.pin(slot.address, CELL)
                 slot.pinned = True
             except DriverError:  # copies from pageable memory are slower, and just as correct
                 self._pins = False
-        start = transfer.files[job.file].read_job(job, slot.address)
         if transfer.checksums is not None:
             for run in job.runs:
                 transfer.checksums.add(run, start + run.offset)
