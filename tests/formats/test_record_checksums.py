@@ -107,10 +107,10 @@ def test_overlapping_records_are_not_read_repeatedly() -> None:
     read = 0
 
     class CountingSource(BytesSource):
-        def readinto(self, offset: int, buffer: memoryview) -> int:
+        def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
             nonlocal read
             read += len(buffer)
-            return super().readinto(offset, buffer)
+            return super().readinto(offset, buffer, ahead=ahead)
 
     overlapping = [Record(str(i), 0, 1 << 20, 1 << 20, 1) for i in range(1000)]
     assert verify_records(CountingSource(bytes(1 << 20)), overlapping, ())
@@ -164,10 +164,10 @@ def test_read_error_affects_only_the_record_at_that_place() -> None:
     records = read_index(BytesSource(data)).records
 
     class FailingSource(BytesSource):
-        def readinto(self, offset: int, buffer: memoryview) -> int:
+        def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
             if offset <= (records["data/1"].offset or 0) < offset + len(buffer):
                 raise CannotReadError("Input/output error", where="disk")
-            return super().readinto(offset, buffer)
+            return super().readinto(offset, buffer, ahead=ahead)
 
     (problem,) = verify_records(FailingSource(data), records.values(), ())
     assert (problem.code, problem.where) == ("record-unreadable", "data/1")
@@ -182,8 +182,8 @@ class RecordingSource(BytesSource):
         self.nbytes = 0
         self.threads: set[int] = set()
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        self.nbytes += (count := super().readinto(offset, buffer))
+    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
+        self.nbytes += (count := super().readinto(offset, buffer, ahead=ahead))
         self.threads.add(get_ident())
         return count
 

@@ -13,7 +13,7 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +169,55 @@ def test_long_reads_are_divided(server: FileServer) -> None:
     source.close()
     with pytest.raises(CannotReadError, match="it was closed"):
         source.read(1 << 20, 10)
+
+
+def test_reads_that_follow_one_another_read_ahead(server: FileServer, tmp_path: Path) -> None:
+    data = bytes(range(251)) * ((40 << 20) // 250)
+    server.files["a.bin"] = data
+    url = f"{server.url}/a.bin"
+    with closing(open_source(url)) as source:
+        server.log.clear()
+        for offset in range(0, 40 << 20, 1 << 20):
+            buffer = memoryview(bytearray(1 << 20))
+            assert source.readinto(offset, buffer) == len(buffer)
+            assert buffer == data[offset : offset + len(buffer)]
+        assert len(server.log) <= 13  # pieces of 4 MiB, not 40
+    with closing(open_source(url)) as source:  # as two threads do that each take the next record
+        server.log.clear()
+        for offset in [at << 20 for pair in range(0, 40, 4) for at in (pair, pair + 2, pair + 1, pair + 3)]:
+            buffer = memoryview(bytearray(1 << 20))
+            source.readinto(offset, buffer)
+            assert buffer == data[offset : offset + len(buffer)]
+        assert len(server.log) <= 16
+    with closing(open_source(url)) as source:
+        server.log.clear()
+        for offset in (30 << 20, 10 << 20, 20 << 20, 5 << 20):  # these do not
+            source.readinto(offset, memoryview(bytearray(1 << 20)))
+        assert len(server.log) == 4
+    before = len(server.log)
+    transload.convert(f"{server.url}/a.pt", tmp_path / "a.safetensors")
+    assert len(server.log) - before <= 6
+    assert same(transload.load(tmp_path / "a.safetensors"), WEIGHTS)
+
+
+def test_an_error_ahead_is_told_where_the_bytes_are_needed(server: FileServer) -> None:
+    data = bytes(range(251)) * ((16 << 20) // 250)
+    server.files["a.bin"] = data
+
+    def gone(handler: Handler) -> bool:
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
+        if match is None or int(match[2]) < 10 << 20:
+            return False
+        handler.reply(404)
+        return True
+
+    with closing(open_source(f"{server.url}/a.bin")) as source, fault(server, gone):
+        for offset in range(0, 9 << 20, 1 << 20):
+            buffer = memoryview(bytearray(1 << 20))
+            source.readinto(offset, buffer)
+            assert buffer == data[offset : offset + len(buffer)]
+        with pytest.raises(CannotReadError):
+            source.readinto(10 << 20, memoryview(bytearray(1 << 20)))
 
 
 def test_folders(server: FileServer, tmp_path: Path) -> None:

@@ -104,10 +104,10 @@ def test_flipped_padding_bits_of_a_deflated_record_are_cleared() -> None:
 class UnreadableSource(BytesSource):
     """A disk with an unreadable sector at byte 1,000."""
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
+    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
         if offset <= 1000 < offset + len(buffer):
             raise CannotReadError("Input/output error", where="disk")
-        return super().readinto(offset, buffer)
+        return super().readinto(offset, buffer, ahead=ahead)
 
 
 def test_unreadable_sector_damages_only_the_records_that_contain_it() -> None:

@@ -107,10 +107,10 @@ class _ReopenedFile(FileSource):
         with closing(FileSource(self.name)) as file:
             return file.read(offset, count)
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
+    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
         """Fill a buffer from ``offset`` on; return the number of bytes read."""
         with closing(FileSource(self.name)) as file:
-            return file.readinto(offset, buffer)
+            return file.readinto(offset, buffer, ahead=ahead)
 
 
 class Listing(NamedTuple):

@@ -32,6 +32,7 @@ _KEPT = 1 << 20  # longer reads are not kept
 _WINDOWS = 16
 _PIECE = 4 << 20  # of a long read, whose pieces are read at the same time
 _MOST_PREPARED = 64 << 20
+_MOST_AHEAD = 64 << 20  # read at once where reads follow one another
 _MOST_OPENED = 256  # files of a folder that are opened before they are needed: each has its beginning in memory
 _SUFFIXES = (
     *(".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".pt2", ".ptl", ".mar", ".zip"),
@@ -116,6 +117,9 @@ class RemoteSource(Source):
         self._file: RemoteFile | None = file
         self._windows: tuple[tuple[int, bytes], ...] = ((0, file.beginning),)
         self._prepared: list[tuple[int, bytes]] = []
+        self._ahead: tuple[int, bytes | bytearray] = 0, b""
+        self._next, self._step = -1, 0  # where reads so far end, and how many bytes were last read ahead
+        self._following = Lock()
         self._lock = Lock()
         self._checking = Condition()
         self._claims: list[Claim] = []
@@ -128,7 +132,7 @@ class RemoteSource(Source):
         begin, before = offset, b""
         if held := self._held(offset, count):
             self._check_rest(offset, end)
-            return held[1][offset - held[0] : end - held[0]]
+            return bytes(held[1][offset - held[0] : end - held[0]])
         for start, data in self._windows:
             if start <= offset <= start + len(data) + self.gap and start + len(data) > begin - len(before):
                 begin, before = start, data  # what is between is cheaper than another request
@@ -145,6 +149,31 @@ class RemoteSource(Source):
                 others = (window for window in self._windows if window != (begin, before))
                 self._windows = (*others, (begin, data))[-_WINDOWS:]
         return data[offset - begin : end - begin]
+
+    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
+        """Fill a writable buffer from ``offset`` on; return the number of bytes read.
+
+        With ``ahead``, and where reads follow one another, some 64 MiB are read at once. Several threads may each read
+        the next record, so the first of them reads for all.
+        """
+        end = offset + len(buffer)
+        if ahead and len(buffer) < _PIECE and 0 <= offset < end <= self.size:
+            with self._following:
+                if not self.holds(offset, len(buffer)):
+                    far = abs(offset - self._next)
+                    self._step = 0 if far > _MOST_AHEAD else self._step
+                    if far <= self.gap:
+                        self._step = min(max(2 * self._step, _PIECE), _MOST_AHEAD)
+                        self._read_ahead(offset, min(self._step, self.size - offset))
+                self._next = max(end, 0 if self._step == 0 else self._next)
+        return super().readinto(offset, buffer)
+
+    def _read_ahead(self, offset: int, count: int) -> None:
+        self._ahead = 0, b""  # free it first
+        data = bytearray(count)
+        with suppress(CannotReadError, BrokenFileError):  # whoever needs these bytes gets the error
+            self._fill(offset, memoryview(data))
+            self._ahead = offset, data
 
     def _fill(self, offset: int, buffer: memoryview) -> int:
         count = len(buffer)
@@ -193,10 +222,10 @@ class RemoteSource(Source):
         together([partial(self._fill, begin, memoryview(data)) for begin, data in spans], self.streams)
         return spans
 
-    def _held(self, offset: int, count: int) -> tuple[int, bytes] | None:
+    def _held(self, offset: int, count: int) -> tuple[int, bytes | bytearray] | None:
         """The bytes that are kept around a range, and where they begin."""
         at = bisect_right(self._prepared, offset, key=itemgetter(0)) - 1
-        for start, data in (*self._windows, *self._prepared[max(0, at) : at + 1]):
+        for start, data in (*self._windows, *self._prepared[max(0, at) : at + 1], self._ahead):
             if start <= offset and offset + count <= start + len(data):
                 return start, data
         return None

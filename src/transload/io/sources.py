@@ -52,8 +52,11 @@ class Source(Protocol):
         count = min(count, self.size - offset)
         return self._read(offset, count) if offset >= 0 and count > 0 else b""
 
-    def readinto(self, offset: int, buffer: memoryview) -> int:
-        """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
+    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:  # noqa: ARG002 - far sources need it
+        """Fill a writable buffer from ``offset`` on; return the number of bytes read.
+
+        With ``ahead``, a ``far`` source also reads what follows, if reads follow one another.
+        """
         count = min(len(buffer), self.size - offset)
         return self._fill(offset, buffer[:count]) if offset >= 0 and count > 0 else 0
 
@@ -318,8 +321,10 @@ class Slice(Source):
     def _read(self, offset: int, count: int) -> bytes:
         return self.base.read(self.offset + offset, count)
 
-    def _fill(self, offset: int, buffer: memoryview) -> int:
-        return self.base.readinto(self.offset + offset, buffer)
+    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
+        """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
+        count = min(len(buffer), self.size - offset)
+        return self.base.readinto(self.offset + offset, buffer[:count], ahead=ahead) if offset >= 0 and count > 0 else 0
 
 
 def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:

@@ -183,7 +183,7 @@ class File:
 
     def read(self, run: Run, address: int) -> None:
         """Read a run to an address; ``ShortReadError`` if the file ends before."""
-        received = self._source.readinto(run.offset, memory_at(address, run.nbytes))
+        received = self._source.readinto(run.offset, memory_at(address, run.nbytes), ahead=False)
         if received < run.nbytes:
             raise self.ended([run], run.offset + received)
 
@@ -202,7 +202,7 @@ class File:
                         break
             if position >= job.end:
                 return start
-        received = self._source.readinto(begin, memory_at(start + begin, length))
+        received = self._source.readinto(begin, memory_at(start + begin, length), ahead=False)
         if received < length:
             raise self.ended(job.runs, begin + received)
         return start
