@@ -29,6 +29,7 @@ def contents(docs: Path) -> list[Entry]:
     """The pages in reading order; a page without a name here is listed by its title."""
     return [
         {"Start here": "index.md"},
+        {"Every command in a line": "overview.md"},
         {"Recipes": "recipes.md"},
         {"Commands": commands(docs)},
         {"In Python": list(PYTHON)},

@@ -120,7 +120,7 @@ COMMON: dict[str, Callable[[], bytes]] = {
     "train.py": bytes,
 }
 PAGE_FILES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
-    ("README.md", "Use it"): {"train.py": INFER.encode},
+    ("overview.md", ""): {"train.py": INFER.encode},
     ("diff.md", ""): {"other.pt": other_model},
     ("doctor.md", "Several machines"): dict.fromkeys(("machine.json", "other.json"), machine),
     ("rescue.md", "transload rescue"): {"broken.pt": flipped},
