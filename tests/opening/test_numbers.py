@@ -153,6 +153,26 @@ def test_differences_equal_those_of_torch(name: str) -> None:
 
 
 @pytest.mark.usefixtures("numpy_or_not")
+def test_size_of_the_blocks_changes_nothing() -> None:
+    """With several threads, more numbers are handled at once."""
+    pytest.importorskip("numpy")
+    a = torch.randn(300_001, generator=torch.Generator().manual_seed(0))
+    b = a.clone()
+    b[[5, 40_000, 299_999]] += 1
+    data, other = (memoryview(bytes(tensor.untyped_storage())) for tensor in (a, b))
+    results = []
+    for threads in (1, 8):
+        statistics, comparison = Statistics("float32", threads), Comparison("float32", "float32", threads=threads)
+        statistics.add(data)
+        comparison.add(data, other)
+        results.append((statistics.result(), comparison.result()))
+    (one, apart), (eight, same_apart) = results
+    assert (one.numbers, one.min, one.max, one.histogram) == (eight.numbers, eight.min, eight.max, eight.histogram)
+    assert isclose(one.std or 0, eight.std or 0, rel_tol=1e-12)
+    assert (apart.different, apart.max_abs) == (same_apart.different, same_apart.max_abs)
+    assert apart.different == 3
+
+
 def test_tolerance_is_that_of_torch() -> None:
     a, b = torch.tensor([1.0, -2.0, 0.0, 1e-9]), torch.tensor([1.01, -2.0, 1e-4, 2e-9])
     for rtol, atol in ((0.02, 0.0), (0.0, 1e-3), (0.02, 1e-3), (0.009, 1e-3), (0.0, 0.5), (1.0, 0.0)):

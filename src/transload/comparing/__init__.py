@@ -29,7 +29,7 @@ from transload.nodes import Call, called
 from transload.opening import OpenCheckpoint
 from transload.opening.digests import leaves
 from transload.opening.elements import Allowance
-from transload.opening.numbers import NUMERIC, Comparison
+from transload.opening.numbers import MOST_THREADS, NUMERIC, Comparison
 from transload.opening.stats import PIECE
 from transload.opening.values import FLOATING, count_special
 
@@ -197,6 +197,7 @@ class _Tensors:
     def __init__(self, a: _Side, b: _Side, pairs: Pairs, rtol: float, atol: float) -> None:
         self._a, self._b, self._pairs = a, b, pairs
         self._tolerance = rtol, atol
+        self._threads = 1
         self._devices = a.is_tagged and b.is_tagged
         self._report_progress: Callable[[int], None] = lambda _: None
 
@@ -221,7 +222,8 @@ class _Tensors:
             out[0, pair.a] = self._compare(pair)
 
         try:
-            pool.each(pairs, lambda: do, pool.threads_for(sizes))
+            self._threads = pool.threads_for(sizes, MOST_THREADS)
+            pool.each(pairs, lambda: do, self._threads)
         finally:
             line.end()
         out |= {(0, place): TensorDiff(a[place].name, "removed", a=_shown(a[place])) for place in self._pairs.only_a}
@@ -271,7 +273,9 @@ class _Tensors:
     def _read(self, one: Tensor, two: Tensor) -> _Read:
         """Compare the elements. Where all bytes are equal there is nothing to compute, which is found out first."""
         for begun in (False, True):
-            comparison = Comparison(one.dtype, two.dtype, *self._tolerance) if one.dtype in NUMERIC else None
+            comparison = (
+                Comparison(one.dtype, two.dtype, *self._tolerance, self._threads) if one.dtype in NUMERIC else None
+            )
             started, equal, is_first = begun or one.dtype != two.dtype, True, True
             a, b = _Special(one.dtype), _Special(two.dtype)
             for data, other in self._both(one, two):

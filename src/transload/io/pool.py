@@ -48,9 +48,9 @@ def threads() -> int:
     return min(cores(), _MOST)
 
 
-def threads_for(sizes: Iterable[int]) -> int:
+def threads_for(sizes: Iterable[int], most: int = _MOST) -> int:
     """How many threads to start here for tensors of these sizes, each of which one thread reads."""
-    return threads() if sum(nbytes for nbytes in sizes if nbytes > _TINY) >= _ALONE else 1
+    return min(most, threads()) if sum(nbytes for nbytes in sizes if nbytes > _TINY) >= _ALONE else 1
 
 
 class ThreadPool:

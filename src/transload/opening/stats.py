@@ -10,7 +10,7 @@ from transload.errors import TransloadError
 from transload.io import pool
 from transload.opening.digests import leaves
 from transload.opening.elements import Allowance, ElementReader
-from transload.opening.numbers import NUMERIC, Statistics
+from transload.opening.numbers import MOST_THREADS, NUMERIC, Statistics
 
 PIECE = 1 << 20
 """Bytes of a tensor that are read at once."""
@@ -40,10 +40,11 @@ def statistics(
         return (storage.file, job[1].file_offset or 0) if storage is not None else ("", 0)
 
     lock = Lock()
+    threads = pool.threads_for((tensor.nbytes for _, tensor in jobs), MOST_THREADS)
 
     def do(job: tuple[int, Tensor]) -> None:
         place, tensor = job
-        numbers = Statistics(tensor.dtype)
+        numbers = Statistics(tensor.dtype, threads)
         try:
             for chunk in reader.chunks(tensor, PIECE):
                 numbers.add(chunk)
@@ -55,5 +56,5 @@ def statistics(
         result = numbers.result()
         entries[place] = result._replace(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
 
-    pool.each(sorted(jobs, key=position), lambda: do, pool.threads_for(tensor.nbytes for _, tensor in jobs))
+    pool.each(sorted(jobs, key=position), lambda: do, threads)
     return tuple(entries)
