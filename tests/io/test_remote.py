@@ -220,6 +220,24 @@ def test_an_error_ahead_is_told_where_the_bytes_are_needed(server: FileServer) -
             source.readinto(10 << 20, memoryview(bytearray(1 << 20)))
 
 
+def test_element_counts_of_an_old_file_are_asked_for_together(server: FileServer) -> None:
+    server.files["old.pt"] = saved(WEIGHTS, _use_new_zipfile_serialization=False)
+    active: list[None] = []
+    most = 0
+
+    def slow(_: Handler) -> bool:
+        nonlocal most
+        active.append(None)
+        most = max(most, len(active))
+        time.sleep(0.05)
+        active.pop()
+        return False
+
+    with fault(server, slow):
+        assert len(transload.inspect(f"{server.url}/old.pt").tensors) == len(WEIGHTS)
+    assert most > 3
+
+
 def test_folders(server: FileServer, tmp_path: Path) -> None:
     """Shards by their index, and by their folder; DCP by its metadata."""
     from torch.distributed import checkpoint as dcp

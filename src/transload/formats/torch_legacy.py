@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from struct import Struct
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,8 @@ def read_legacy(source: Source) -> Checkpoint:
         keys.append(str(text) if type(text) in (str, int) else "")  # a key that nothing uses
     # Find each storage as torch does: the count before the bytes must agree with the object.
     declared, places, end = declared_storages(main.persistent), dict[str, Record](), position
+    sizes = [declared[key].nbytes if key in declared else 0 for key in keys] if source.far else []
+    source.prepare([(position + 8 * index + before, 8) for index, before in enumerate(accumulate(sizes, initial=0))])
     for key in keys:
         storage, raw = declared.get(key), source.read(end, 8)
         count = int.from_bytes(raw, "little", signed=True)
