@@ -371,10 +371,17 @@ class Contents(Frozen):
     """What plain ``torch.load`` will do with it, in a sentence or two."""
     stats: tuple[TensorStats, ...] | None = None
     """Statistics of every tensor, if they were requested."""
+    refused: tuple[str, ...] | None = None
+    """What ``inspect --refuse`` refuses it for, if that was requested."""
 
     @property
     def ok(self) -> bool:
-        """Whether it contains only data and nothing is wrong with it: the condition for exit code 0."""
+        """Whether it contains only data and nothing is wrong with it: the condition for exit code 0.
+
+        With ``--refuse``, whether it is not refused.
+        """
+        if self.refused is not None:
+            return not self.refused
         return self.safety == "data-only" and self.integrity in ("whole", "unchecked")
 
     @property
@@ -490,6 +497,7 @@ class Contents(Frozen):
             "facts": dict(self.facts),
             **{name: [each.to_dict() for each in getattr(self, name)] for name in lists},
             **({} if self.stats is None else {"stats": [each.to_dict() for each in self.stats]}),
+            **({} if self.refused is None else {"refused": list(self.refused)}),
         }
 
 

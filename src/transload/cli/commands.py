@@ -170,7 +170,7 @@ def run_verify(arguments: Namespace) -> int:
     hashes = arguments.hash or bool(arguments.write)
     examine = partial(verify, hashes=hashes, values=arguments.values, against=manifest, progress=True)
     shown = {"hashes": arguments.hash}
-    done, code = for_each(arguments, paths, examine, partial(report, **shown), partial(several, **shown))
+    done, _, code = for_each(arguments, paths, examine, partial(report, **shown), partial(several, **shown))
     if arguments.write and code:
         print_error(TransloadError("not written, since a file has a problem (see above)", where=arguments.write))
     elif arguments.write:
@@ -196,7 +196,7 @@ def run_check(arguments: Namespace) -> int:
     device = None if arguments.device == "none" else names if len(names) > 1 else names[0]
     paths = expand_paths(arguments.paths)
     examine = partial(check_here, device=device, diagnosis=doctor(torch=False))
-    return for_each(arguments, paths, examine, report, several)[1]
+    return for_each(arguments, paths, examine, report, several)[2]
 
 
 def run_retag(arguments: Namespace) -> int:
@@ -225,4 +225,4 @@ def run_retag(arguments: Namespace) -> int:
     if arguments.out and len(paths) > 1:
         raise UsageError("-o names one copy, but there are several files", fix="Retag them one by one, or in place.")
     # retag finishes an interrupted retag itself, and reports it
-    return for_each(arguments, paths, change, report, several, finish=False)[1]
+    return for_each(arguments, paths, change, report, several, finish=False)[2]

@@ -283,20 +283,52 @@ def run_inspect(arguments: Namespace) -> int:
                     f = Piped(stream.read())
             else:
                 f = sys.stdin.buffer if sys.stdin.seekable() else Piped(sys.stdin.buffer.read())
-        return inspect(f, verify=arguments.verify, stats=arguments.stats)
+        return judged(inspect(f, verify=arguments.verify, stats=arguments.stats))
 
-    if arguments.html is None:
-        return for_each(arguments, arguments.paths, examine, report, several)[1]
+    judged = _policy(arguments)
+    shown = (report, several) if arguments.sarif != "-" else (_nothing, _nothing)
+    if arguments.html is None and arguments.sarif is None:
+        return for_each(arguments, arguments.paths, examine, *shown)[2]
     from transload.cli.output import print_error, refuse_page, write_page
     from transload.errors import TransloadError
-    from transload.render.html_report import page
+    from transload.judge.problems import rules
+    from transload.render.html_report import is_report, page
+    from transload.render.sarif import document, is_sarif, left_out
 
-    refuse_page(arguments.html, overwrite=arguments.force)  # before anything is read
-    read, code = for_each(arguments, arguments.paths, examine, report, several)
-    if read:
-        try:
+    for path, is_ours in ((arguments.html, is_report), (arguments.sarif, is_sarif)):  # before anything is read
+        if path not in (None, "-"):
+            refuse_page(path, is_ours, overwrite=arguments.force)
+    read, errors, code = for_each(arguments, arguments.paths, examine, *shown)
+    try:
+        if arguments.html and read:
             write_page(arguments.html, page(read, len(arguments.paths)), arguments)
-        except TransloadError as error:  # not as JSON: with a second document, the output cannot be parsed
-            print_error(error)
-            return 2
+        if arguments.sarif and (cut := left_out(read)):
+            print_error(TransloadError(cut, where=arguments.sarif))
+        if arguments.sarif == "-" and sys.stdout is not None:
+            sys.stdout.writelines(document(read, errors, rules()))
+        elif arguments.sarif not in (None, "-"):
+            write_page(arguments.sarif, document(read, errors, rules()), arguments)
+    except TransloadError as error:  # not as JSON: with a second document, the output cannot be parsed
+        print_error(error)
+        return 2
     return code
+
+
+def _policy(arguments: Namespace) -> Callable[[Checkpoint], Checkpoint]:
+    """What ``--refuse``, ``--max-size`` and ``--sarif`` add to a checkpoint."""
+    if not (arguments.refuse or arguments.max_size or arguments.sarif):
+        return lambda checkpoint: checkpoint
+    from transload.errors import UsageError
+    from transload.judge.policy import DEFAULT, judged_by, kinds_in
+    from transload.writing.plan import size_of
+
+    if arguments.sarif == "-" and arguments.json:
+        raise UsageError("--json and --sarif - both write to stdout", fix="Name a file: --sarif OUT.sarif")
+    refuse = DEFAULT if arguments.refuse is None else kinds_in(arguments.refuse)
+    limit = size_of(arguments.max_size)
+    return lambda checkpoint: judged_by(checkpoint, refuse, limit)
+
+
+def _nothing(*_: object) -> Iterator[Block]:
+    """No report: stdout is for another output."""
+    return iter(())

@@ -92,11 +92,11 @@ def for_each(
     several: Callable[[Sequence[Any], int], Iterable[Block]],
     *,
     finish: bool = True,
-) -> tuple[list[Any], int]:
+) -> tuple[list[Any], dict[str, TransloadError], int]:
     """Examine each file, print errors, and show the report of one file, a table of several, or JSON.
 
-    A file that fails does not stop the others. Returns the results, and the exit code: 1 if something is wrong with a
-    file, 2 if one could not be read.
+    A file that fails does not stop the others. Returns the results, the errors by path, and the exit code: 1 if
+    something is wrong with a file, 2 if one could not be read.
     """
     done: dict[int, Any] = {}
     failed: dict[int, TransloadError] = {}
@@ -127,15 +127,15 @@ def for_each(
         show(several(results, len(paths)), arguments.color)
     elif results:
         show(report(results[0]), arguments.color)
-    return results, 2 if failed else int(not all(getattr(result, "ok", True) for result in results))
+    errors = {shown(paths[place]): error for place, error in failed.items()}
+    return results, errors, 2 if failed else int(not all(getattr(result, "ok", True) for result in results))
 
 
-def refuse_page(path: str, *, overwrite: bool) -> None:
+def refuse_page(path: str, is_report: Callable[[bytes], bool], *, overwrite: bool) -> None:
     """Refuse a path where no report can be written. ``--force`` replaces only reports: it may be a checkpoint."""
     from transload.errors import UsageError
     from transload.io.atomic import refuse_missing_directory, target_path
     from transload.io.sources import FileSource
-    from transload.render.html_report import GENERATOR, is_report
 
     target = target_path(path)
     if os.path.isdir(target):
@@ -146,7 +146,7 @@ def refuse_page(path: str, *, overwrite: bool) -> None:
         if os.path.exists(target):
             source = FileSource(target)
             try:
-                start = source.read(0, min(source.size, len(GENERATOR)))
+                start = source.read(0, min(source.size, 256))
             finally:
                 source.close()
             if not is_report(bytes(start)):
@@ -156,7 +156,7 @@ def refuse_page(path: str, *, overwrite: bool) -> None:
 
 
 def write_page(path: str, pieces: Iterable[str], arguments: Namespace) -> None:
-    """Write a page, whole or not at all, and say so."""
+    """Write a report, whole or not at all, and say so."""
     from transload.io.atomic import AtomicFile
     from transload.render.lines import BLANK, note
     from transload.render.words import path_text, size
@@ -164,5 +164,5 @@ def write_page(path: str, pieces: Iterable[str], arguments: Namespace) -> None:
     data = "".join(pieces).encode("utf-8")
     with AtomicFile(path) as file:
         file.write([data])
-    if not arguments.json:
+    if not arguments.json and getattr(arguments, "sarif", None) != "-":
         show([BLANK, note(f"{path_text(path, None)} written: {size(len(data))}")], arguments.color)

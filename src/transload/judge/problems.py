@@ -108,13 +108,18 @@ _SHOWN = 10
 
 
 class ProblemRule(NamedTuple):
-    """How a problem is judged: a title, its severity, and the best verdicts that are possible with it."""
+    """How a problem is judged: a title, its severity, and the best verdicts that are possible with it.
+
+    ``text`` is the section of the page, ``about`` what it explains, in paragraphs.
+    """
 
     title: str
     severity: Severity
     safety: Safety = "data-only"
     integrity: Integrity = "whole"
     fix: tuple[str, ...] = ()
+    about: tuple[str, ...] = ()
+    text: str = ""
 
 
 @cache
@@ -131,11 +136,12 @@ def rules() -> dict[str, ProblemRule]:
         head = _HEAD.match(text)
         if head is None:
             raise ValueError(text)  # a mistake in the page
-        lists = (block for block in text.strip().split("\n\n") if block.startswith("- "))
-        fix = tuple(line for block in lists for step in listed(block) for line in step.lines)
+        blocks = text.strip().split("\n\n")[1:]
+        fix = tuple(line for block in blocks if block[:2] == "- " for step in listed(block) for line in step.lines)
+        about = tuple(block.replace("\n", " ") for block in blocks if not block.startswith(("- ", "Effect: ")))
         effects: dict[str, Any] = dict(_EFFECT.findall(text))
         severity: Any = head["severity"]
-        by_code[code] = ProblemRule(head["title"], severity, fix=fix, **effects)
+        by_code[code] = ProblemRule(head["title"], severity, fix=fix, about=about, text=text.strip(), **effects)
     return by_code
 
 
