@@ -31,6 +31,7 @@ def contents(docs: Path) -> list[Entry]:
         {"Start here": "index.md"},
         {"Every command in a line": "overview.md"},
         {"Recipes": "recipes.md"},
+        "ci.md",
         {"Commands": commands(docs)},
         {"In Python": list(PYTHON)},
         {"What to trust": list(TRUST)},
