@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     Outcome = int | Callable[[], int]
 
 COMMANDS: dict[str, str] = {
-    "check": "say whether a checkpoint loads here, and what torch.load would report",
+    "check": "say if a checkpoint loads here, and what torch.load would report",
+    "completion": "print the completion script for a shell",
     "convert": "convert to safetensors, torch zip, npz, raw, DCP or universal",
     "diff": "say how two checkpoints differ: keys, shapes, dtypes, numbers",
     "doctor": "say why CUDA is unavailable: the cause, the evidence and the fix",
     "explain": "say what an error message means, and how to fix it",
-    "inspect": "show what a checkpoint contains, and whether it is safe and complete",
+    "inspect": "show what a checkpoint contains, and if it is safe and complete",
     "rescue": "recover what is left of a damaged checkpoint",
     "retag": "change device tags in place, so that torch.load works anywhere",
     "run": "run a Python program unchanged on the devices of this machine",
@@ -34,11 +35,12 @@ COMMANDS: dict[str, str] = {
 }
 """Each command and its line of help. ``help.md`` has the options, and the rest of what the help shows.
 
-Commands are in ``commands`` and ``doctor``, and here if they must start quickly: ``run_x(arguments)`` returns the exit
-code of the command ``x``, or a function that runs a program and returns its exit code. Only the module of the requested
-command is imported.
+Commands are in ``commands`` and the modules below, and here if they must start quickly: ``run_x(arguments)`` returns
+the exit code of the command ``x``, or a function that runs a program and returns its exit code. Only the module of the
+requested command is imported.
 """
 
+_MODULES = {"completion": "completion", "doctor": "doctor", "inspect": "main", "run": "main"}
 _USAGE = "usage: transload COMMAND [options]"
 
 
@@ -88,7 +90,7 @@ def _dispatch(argv: list[str]) -> Outcome:
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
-        print(f"{_USAGE}\n\ncommands:\n{commands}\n\n{_help('transload')}", end="")
+        print(f"{_USAGE}\n\ncommands:\n{commands}\n\n{help_section('transload')}", end="")
         return 0
     if argv[0] in ("-V", "--version"):
         from transload._version import __version__
@@ -119,7 +121,7 @@ def _dispatch(argv: list[str]) -> Outcome:
     # With an optional DST, options between SRC and DST need this.
     intermixed = command in ("convert", "rescue")
     arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
-    name = {"inspect": "main", "doctor": "doctor", "run": "main"}.get(command, "commands")
+    name = _MODULES.get(command, "commands")
     module = __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
     try:
         code: Outcome = getattr(module, f"run_{command}")(arguments)
@@ -138,7 +140,7 @@ def _dispatch(argv: list[str]) -> Outcome:
     return code
 
 
-def _help(section: str) -> str:
+def help_section(section: str) -> str:
     """A section of ``help.md``."""
     loader: Any = sys.modules[__name__].__loader__  # what pkgutil does, which imports too much
     page: str = loader.get_data(os.path.join(os.path.dirname(__file__), "help.md")).decode()
@@ -166,7 +168,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
             super().error(message)
 
     does = COMMANDS[command]
-    options, _, epilog = _help(command).partition("\n\n")
+    options, _, epilog = help_section(command).partition("\n\n")
     parser = Parser(
         prog=f"transload {command}",
         description=does[0].upper() + does[1:] + ".",
@@ -188,7 +190,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
         if "type" in settings:
             settings["type"] = {"seconds": _seconds, "number": _number}[settings["type"]]
         parser.add_argument(*(part for part in parts if "=" not in part), **settings, help=text)
-    if command != "run":  # it prints no result
+    if command not in ("completion", "run"):  # they print no result
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
         parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
     return parser
