@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Frozen", "NamedTuple", "Plain", "Reported", "replace"]
+__all__ = ["Frozen", "NamedTuple", "Plain", "replace"]
 
 
 class _Fields:
@@ -182,15 +182,6 @@ class Plain(Frozen):
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {name: _plain(value) for name, value in vars(self).items()}
-
-
-class Reported:
-    """A base class for reports, which a notebook shows as text."""
-
-    def _repr_html_(self) -> str:
-        from html import escape
-
-        return f"<pre>{escape(str(self))}</pre>"
 
 
 def _plain(value: Any) -> Any:

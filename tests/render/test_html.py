@@ -4,18 +4,18 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import transload
-from transload.checking import Check
 from transload.checkpoint import Checkpoint, Part
-from transload.converting import Conversion
 from transload.findings import Finding
-from transload.frozen import Reported
 from transload.render.checkpoint import TRUSTED
 from transload.render.html import MAX_TWIGS
 from transload.render.lines import GLUE
-from transload.rescuing import Rescue
-from transload.retagging import Retag
-from transload.verifying import Verification
+
+# What reports consist of: no script, image or link.
+TAGS = {
+    *("div", "style", "pre", "span", "b", "i", "dl", "dt", "dd", "details", "summary", "code"),
+    *("table", "thead", "tbody", "tr", "th", "td", "svg", "path"),
+}
+ATTRIBUTES = {"class", "style", "open", "title", "viewbox", "preserveaspectratio", "d"}
 
 
 class Page(HTMLParser):
@@ -49,21 +49,8 @@ def test_html_is_well_formed_and_has_no_script(
 ) -> None:
     for checkpoint in (transformer, training, web_page, hostile):
         page = Page(checkpoint._repr_html_())
-        assert set(page.tags) <= {
-            "div",
-            "style",
-            "pre",
-            "span",
-            "b",
-            "i",
-            "dl",
-            "dt",
-            "dd",
-            "details",
-            "summary",
-            "code",
-        }
-        assert {name for name, _ in page.attributes} <= {"class", "style", "open"}
+        assert set(page.tags) <= TAGS
+        assert {name for name, _ in page.attributes} <= ATTRIBUTES
 
 
 def test_html_has_no_external_references(transformer: Checkpoint) -> None:
@@ -102,15 +89,8 @@ def test_html_is_bounded_and_counts_what_is_left_out(transformer: Checkpoint) ->
 def test_code_in_a_fix_is_preceded_by_a_warning_about_trust(training: Checkpoint) -> None:
     finding = Finding("needs-trust", "warning", "names", fix=("import torch", "with torch:", "Ask its author."))
     text = replace(training, findings=(finding,))._repr_html_()
-    assert f'<div class="tl-fix">{TRUSTED}\n<code>import torch\nwith torch:</code></div><div class="tl-fix">Ask' in text
-
-
-def test_html_of_other_results_is_their_text() -> None:
-    page = Page(transload.explain("CUDA out of memory <b>")._repr_html_())
-    assert page.tags == ["pre"]
-    assert page.text == str(transload.explain("CUDA out of memory <b>"))
-    for kind in (Check, Conversion, Rescue, Retag, Verification):
-        assert issubclass(kind, Reported)
+    code = '<div class="tl-code"><code>import torch\nwith torch:</code></div>'
+    assert f'<div class="tl-fix">{TRUSTED}</div>{code}<div class="tl-fix">Ask' in text
 
 
 def test_bars_show_the_share_of_each_dtype(training: Checkpoint) -> None:

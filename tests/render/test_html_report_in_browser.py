@@ -3,15 +3,21 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from tests.render.browser import CHROMIUM, Browser
 from tests.render.conftest import HOSTILE, Builder
+from tests.render.test_doctor import BUILD, CACHE, NODES, NOTE, STUB, STUBBED, diagnosed
 
 from transload.checkpoint import Checkpoint
+from transload.comparing.report import Diff, TensorDiff, TensorSide
+from transload.contents import TensorStats
+from transload.diagnose.report import Muted, drawn, further
 from transload.findings import Finding
-from transload.render.html_report import page
+from transload.opening.numbers import ValuesDiff
+from transload.render.html_report import page, page_of
 
 pytestmark = pytest.mark.skipif(not CHROMIUM or os.name == "nt", reason="there is no Chromium")
 
@@ -174,3 +180,105 @@ def test_the_layout_names_what_lies_there(browser: Browser, large: Path) -> None
     )
     assert "model.layers.49.experts." in browser.run("document.querySelector('.tip').textContent")
     assert browser.run("document.querySelector('.layout .legend').textContent").startswith("tensors ")
+
+
+# -- the reports of other commands
+
+ROWS = 20_000
+
+
+@pytest.fixture(scope="module")
+def doctors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("doctor") / "doctor.html"
+    diagnosis = diagnosed(STUBBED, BUILD, STUB, CACHE, NOTE, muted=(Muted(NODES, "U04"),))
+    path.write_text("".join(page_of(drawn(diagnosis), "doctor", further(diagnosis))), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def differences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report about 20,000 tensors that differ; the names are hostile."""
+    path = tmp_path_factory.mktemp("diff") / "diff.html"
+    side = TensorSide("float32", (2, 2), "cpu")
+    tensors = []
+    for place in range(ROWS):
+        most = float(f"{(place * 7919) % ROWS + 1}e-9")
+        values = ValuesDiff(4, 4, most, most / 2, None, None, None, 0)
+        name = f"{HOSTILE[place % len(HOSTILE)]}w{place}"
+        tensors.append(TensorDiff(name, "different", differs=("values",), a=side, b=side, values=values))
+    diff = Diff("<img src=x>.pt", "b.pt", "torch-zip", "torch-zip", tuple(tensors), (), 0, False, (), 0.0, 0.0, 1.0)
+    path.write_text(diff.to_html(), encoding="utf-8")
+    return path
+
+
+def test_reports_of_other_commands_complain_and_ask_for_nothing(
+    browser: Browser, doctors: Path, differences: Path
+) -> None:
+    for path in (doctors, differences):
+        for width, scheme in ((1400, "light"), (400, "dark")):
+            browser.open(path, width=width, scheme=scheme)
+            assert not browser.complaints
+            assert browser.requests == [path.as_uri()]
+            assert browser.run("document.documentElement.scrollWidth") <= width
+            assert browser.run("document.querySelectorAll('img, iframe, object').length") == 0
+
+
+def test_the_doctors_fix_is_copied_and_the_cause_stands_out_in_the_chain(browser: Browser, doctors: Path) -> None:
+    browser.open(doctors)
+    browser.run("window.copied = '', document.execCommand = () => { window.copied = getSelection().toString() }")
+    browser.run("Object.defineProperty(navigator, 'clipboard', {value: undefined})")
+    browser.run("document.querySelector('.card .copy').click()")
+    browser.wait("document.querySelector('.copy').textContent === 'Copied'")
+    assert browser.run("window.copied") == "pip install"
+    bad = "[...document.querySelectorAll('.tl-link.tl-bad')].map(link => link.textContent).join()"
+    assert "[U04]" in browser.run(bad)
+    titles = browser.run("[...document.querySelectorAll('h2')].map(title => title.textContent.trim()).join()")
+    assert titles.startswith("From the card to torch,Evidence for T01,Other findings 3,")
+    # The two columns do not overlap, and each link is below the one before.
+    boxes = browser.run(
+        "[...document.querySelectorAll('.tl-group')].map(group => [...group.querySelectorAll('.tl-link')]"
+        ".map(link => link.getBoundingClientRect()).map(({top, bottom, left, right}) => [top, bottom, left, right]))"
+    )
+    assert all(before[1] <= after[0] for group in boxes for before, after in pairwise(group))
+    machine, python, both = boxes
+    assert machine[0][3] < python[0][2]
+    assert max(machine[-1][1], python[-1][1]) <= both[0][0]
+
+
+def test_differences_are_sorted_as_numbers_and_filtered(browser: Browser, differences: Path) -> None:
+    browser.open(differences)
+    column = "[...document.querySelectorAll('.window .row')].slice(0, 3).map(row => row.children[2].textContent).join()"
+    assert browser.run(TOTAL) == str(ROWS)
+    assert browser.run(column) == "2e-05,2e-05,2e-05"  # the largest first
+    title = "document.querySelectorAll('.head button')[2]"
+    browser.run(f"{title}.click(), {title}.click()")
+    assert browser.run(f"{title}.ariaSort") == "ascending"
+    assert browser.run(column) == "1e-09,2e-09,3e-09"
+    browser.run("document.querySelector('.body').scrollTop = 1e9")
+    browser.wait("document.querySelectorAll('.window .row')[5].ariaRowIndex > 19000")
+    assert browser.run("document.querySelectorAll('.window .row').length") < 100
+    find(browser, "alert(1)</script>w4")
+    shown = browser.run("document.querySelector('.window').textContent")
+    assert "<script>alert(1)</script>w4" in shown
+    browser.run("document.querySelector('.window .row').click()")
+    assert "<script>alert(1)</script>w4" in browser.run("document.querySelector('.detail').textContent")
+    assert not browser.complaints
+
+
+def test_histograms_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    builder = Builder()
+    for place in range(100):
+        builder.add(f"w{place}")
+    stats = tuple(
+        TensorStats(t.name, t.dtype, t.shape, 4, 0.5, 2.0, 1.0, 0.5, histogram=((-1, 1), (place, 3)))
+        for place, t in enumerate(builder.tensors)
+    )
+    path = tmp_path / "stats.html"
+    path.write_text(replace(builder.checkpoint(), stats=stats).to_html(), encoding="utf-8")
+    browser.open(path)
+    assert browser.run("document.querySelectorAll('.card.explorer .window .row').length") > 10
+    plot = "document.querySelector('.grid .window .row:nth-child(6) .plot')"
+    assert browser.run(f"{plot}.textContent") == "2^-12^-1 … 2^62^6"
+    assert browser.run(f"{plot}.querySelector('path').getBoundingClientRect().width") > 20
+    assert browser.run(f"{plot}.querySelector('path').getAttribute('d')") == "M0 16V10.67H1V16M6 16V0.00H7V16"
+    assert not browser.complaints

@@ -25,7 +25,7 @@ from transload.diagnose.tables import cuda_text, driver_runs, numbers_of, runs_o
 from transload.errors import LoadError
 from transload.findings import SEVERITIES, Finding, Problem, Severity, join_names, quoted
 from transload.formats.arrays import are_plain
-from transload.frozen import Frozen, Plain, Reported, replace
+from transload.frozen import Frozen, Plain, replace
 from transload.judge import judge
 from transload.judge.names import PLAIN_VALUES
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules, sentence_of
@@ -36,8 +36,9 @@ from transload.loading.refusal import Allowed, plain_part, refuse_program, regis
 from transload.machine import Machine, Python
 from transload.nodes import Global
 from transload.opening import inspect
+from transload.render import Reported
 from transload.render.checkpoint import findings, format_words
-from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
+from transload.render.lines import BLANK, Block, Prose, Table, Words, heading, note, row, tally
 from transload.render.words import path_text, plural, printable, size
 from transload.steps import tables
 
@@ -89,9 +90,8 @@ class Check(Frozen, Reported):
             "findings": [finding.to_dict() for finding in self.findings],
         }
 
-    def __str__(self) -> str:
-        """The report as ``transload check`` prints it, without colour."""
-        return as_text(report(self))
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
 
 
 def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine | None = None) -> Check:
@@ -318,7 +318,7 @@ _PTX_MAJOR = {7: 11, 8: 12, 9: 13}
 _PROCESSORS = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
-class Compatibility(Plain):
+class Compatibility(Plain, Reported):
     """An answer with its reason; true if CUDA does not prevent using the file here.
 
     ``origin`` are the versions of the machine that wrote the file; hardly any file records them.
@@ -332,9 +332,10 @@ class Compatibility(Plain):
     def __bool__(self) -> bool:
         return self.compatible
 
-    def __str__(self) -> str:
-        """The reason, then the evidence."""
-        return "\n  ".join((f"{'yes' if self.compatible else 'no'}: {self.reason}", *self.evidence))
+    def _blocks(self) -> Iterator[Block]:
+        answer = ("yes", "good") if self.compatible else ("no", "bad")
+        yield Prose((answer, (f": {printable(self.reason, None)}", "")))
+        yield from (Prose(printable(text, None), lead="  ") for text in self.evidence)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -606,7 +607,7 @@ def report(check: Check) -> Iterator[Block]:
         if finding.code in ("no-such-device", "too-little-memory"):  # the plan shows them
             continue
         yield BLANK
-        yield from next(findings([finding]))
+        yield from findings([finding])
     if outcome.outcome == "raises" and (outcome.text or outcome.exact):
         how = "word for word" if outcome.exact else "approximately"
         yield from heading("torch.load(FILE) says", f"torch {printable(outcome.torch, 40)}, {how}")

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from transload.format import format_of
-from transload.frozen import Frozen, NamedTuple, Plain, Reported
+from transload.frozen import Frozen, NamedTuple, Plain
 from transload.opening.numbers import ValuesDiff
-from transload.render.lines import Block, Prose, Table, Words, as_text, heading, note, row
+from transload.render import Reported
+from transload.render.lines import Block, Prose, Rows, Table, Words, heading, note, row
 from transload.render.words import count, path_text, plural, printable, shape_text
 
 Status = Literal["same", "renamed", "different", "removed", "added", "unread"]
@@ -116,9 +117,8 @@ class Diff(Frozen, Reported):
             "tensors": [tensor.to_dict() for tensor in self.tensors],
         }
 
-    def __str__(self) -> str:
-        """The report as the command line gives it."""
-        return as_text(report(self))
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
 
 
 def report(diff: Diff) -> Iterator[Block]:
@@ -158,24 +158,14 @@ def report(diff: Diff) -> Iterator[Block]:
     for status, title in (("removed", "only in A"), ("added", "only in B")):
         if found := by_status.get(status):
             yield from heading(title, plural(len(found), "tensor"))
-            sides = [(tensor, tensor.a or tensor.b) for tensor in found[:_MOST]]
-            rows = [(_named(t), printable(s.dtype, 40), shape_text(s.shape)) for t, s in sides if s is not None]
-            yield Table(rows, dim=(1,))
-            yield from _more(found)
+            yield Table(Rows(found, _one_sided), dim=(1,), most=_MOST)
     if diff.ties:
         yield from heading("tied", "one tensor in only one of the two")
         lines = [(f"only in {tie.only.upper()}", ", ".join(printable(name) for name in tie.names)) for tie in diff.ties]
-        yield Table(lines[:_MOST], dim=(0,), shrinks=(1,))
-        yield from _more(diff.ties)
+        yield Table(lines, dim=(0,), shrinks=(1,), most=_MOST)
     if diff.values:
         yield from heading("values", plural(len(diff.values), "difference"))
-        cells: list[tuple[Words, ...]] = []
-        for value in diff.values[:_MOST]:
-            old, new = (printable(text, 60) if text is not None else (("none", "dim"),) for text in (value.a, value.b))
-            how = "not compared" if value.status == "unread" else ""
-            cells.append((printable(value.name), old, new, how))
-        yield Table(cells, titles=("", "A", "B", ""), shrinks=(0, 1, 2), dim=(3,))
-        yield from _more(diff.values)
+        yield Table(Rows(diff.values, _value), titles=("value", "A", "B", ""), shrinks=(0, 1, 2), dim=(3,), most=_MOST)
 
 
 _WORDS: dict[str, str] = {
@@ -224,26 +214,39 @@ def _order(tensor: TensorDiff) -> tuple[bool, float]:
 
 def _different(different: Sequence[TensorDiff]) -> Iterator[Block]:
     yield from heading("different", f"{plural(len(different), 'tensor')}, the largest difference first")
-    rows: list[tuple[Words, ...]] = []
-    for tensor in sorted(different, key=_order, reverse=True)[:_MOST]:
-        a, b, values = tensor.a, tensor.b, tensor.values
-        what = []
-        if a is not None and b is not None:
-            what += [f"{printable(a.dtype, 40)} → {printable(b.dtype, 40)}"] if "dtype" in tensor.differs else []
-            what += [f"{shape_text(a.shape)} → {shape_text(b.shape)}"] if "shape" in tensor.differs else []
-            what += [f"{printable(a.device, 24)} → {printable(b.device, 24)}"] if "device" in tensor.differs else []
-        what += ["quantizer"] if "quantizer" in tensor.differs else []
-        what += [f"{count(values.nonfinite)} NaN or inf"] if values is not None and values.nonfinite else []
-        what += ["other bytes"] if values is None and "values" in tensor.differs else []
-        numbers = ("", "", "", "")
-        if values is not None:
-            share = 100 * values.different / max(1, values.numbers)
-            most, mean = (_number(number) for number in (values.max_abs, values.mean_abs))
-            numbers = f"{share:.3g} %", most, mean, f"{values.cosine:.6f}" if values.cosine is not None else ""
-        rows.append((_named(tensor), *numbers, ", ".join(what)))
-    titles = ("", "differ", "max", "mean", "cosine", "")
-    yield Table(rows, right=(1, 2, 3, 4), titles=titles, drops=(4, 3, 1))
-    yield from _more(different)
+    rows = Rows(sorted(different, key=_order, reverse=True), _difference)
+    titles = ("tensor", "differ", "max", "mean", "cosine", "")
+    yield Table(rows, right=(1, 2, 3, 4), titles=titles, drops=(4, 3, 1), most=_MOST)
+
+
+def _difference(tensor: TensorDiff) -> tuple[Words, ...]:
+    a, b, values = tensor.a, tensor.b, tensor.values
+    what = []
+    if a is not None and b is not None:
+        what += [f"{printable(a.dtype, 40)} → {printable(b.dtype, 40)}"] if "dtype" in tensor.differs else []
+        what += [f"{shape_text(a.shape)} → {shape_text(b.shape)}"] if "shape" in tensor.differs else []
+        what += [f"{printable(a.device, 24)} → {printable(b.device, 24)}"] if "device" in tensor.differs else []
+    what += ["quantizer"] if "quantizer" in tensor.differs else []
+    what += [f"{count(values.nonfinite)} NaN or inf"] if values is not None and values.nonfinite else []
+    what += ["other bytes"] if values is None and "values" in tensor.differs else []
+    numbers = ("", "", "", "")
+    if values is not None:
+        share = 100 * values.different / max(1, values.numbers)
+        most, mean = (_number(number) for number in (values.max_abs, values.mean_abs))
+        numbers = f"{share:.3g} %", most, mean, f"{values.cosine:.6f}" if values.cosine is not None else ""
+    return _named(tensor), *numbers, ", ".join(what)
+
+
+def _one_sided(tensor: TensorDiff) -> tuple[Words, ...]:
+    side = tensor.a or tensor.b
+    return (
+        (_named(tensor), printable(side.dtype, 40), shape_text(side.shape)) if side is not None else (_named(tensor),)
+    )
+
+
+def _value(value: ValueDiff) -> tuple[Words, ...]:
+    old, new = (printable(text, 60) if text is not None else (("none", "dim"),) for text in (value.a, value.b))
+    return printable(value.name), old, new, "not compared" if value.status == "unread" else ""
 
 
 def _renamed(moved: Sequence[TensorDiff], *, complete: bool) -> Iterator[Block]:
@@ -253,15 +256,17 @@ def _renamed(moved: Sequence[TensorDiff], *, complete: bool) -> Iterator[Block]:
         by_evidence.setdefault(tensor.evidence, []).append(tensor)
     for evidence, tensors in by_evidence.items():
         if evidence == "equal bytes":
-            rows = [(_named(tensor), (("→", "dim"),), printable(tensor.renamed)) for tensor in tensors[:_MOST]]
             yield Prose(((f"{evidence}:", "dim"),), lead="  ")
-            yield Table(rows, shrinks=(0, 2), indent=4)
-            yield from _more(tensors)
+            yield Table(Rows(tensors, _renaming), shrinks=(0, 2), indent=4, most=_MOST)
         else:
             first = f"{_named(tensors[0])} → {printable(tensors[0].renamed)}"
             yield Prose(
                 ((f"{plural(len(tensors), 'tensor')}, such as {first}", "dim"),), lead=f"  {printable(evidence)}: "
             )
+
+
+def _renaming(tensor: TensorDiff) -> tuple[Words, ...]:
+    return _named(tensor), (("→", "dim"),), printable(tensor.renamed)
 
 
 def _more(items: Sequence[object]) -> Iterator[Block]:

@@ -21,7 +21,8 @@ from transload.diagnose.rules import BY_CODE
 from transload.findings import Finding
 from transload.frozen import NamedTuple, Plain, replace
 from transload.machine import Machine, Unknown
-from transload.render.lines import BLANK, Block, Prose, heading
+from transload.render import Reported
+from transload.render.lines import BLANK, Block, Item, Prose, Table, Tiles, Words, heading, note, row
 from transload.render.words import plural, printable
 
 Level = Literal["breaks", "matters", "note"]
@@ -30,7 +31,8 @@ Level = Literal["breaks", "matters", "note"]
 _MARKS = {"breaks": ("✗", "bad"), "matters": ("!", "trust"), "note": ("·", "dim")}
 _SAME_TIME = 60.0  # the most seconds between reports that were taken at the same time
 _VALUE = 100
-_MOST = 8  # the most values, names, and fixes of faults that are shown
+_MOST = 8  # the most values, names, groups, and fixes of faults that are shown
+_FACTS = 60
 
 
 class Fact(NamedTuple):
@@ -244,7 +246,7 @@ class Fault(Plain):
     because: tuple[str, ...] = ()
 
 
-class Comparison(Plain):
+class Comparison(Plain, Reported):
     """What is alike (fact → value) and what differs between machines, by name.
 
     ``silent`` are the machines that never reported, ``unreadable`` those whose report cannot be read, and why.
@@ -271,6 +273,12 @@ class Comparison(Plain):
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
         return {"schema": 1, "ok": self.ok, **super().to_dict()}
+
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
+
+    def _page_blocks(self) -> Iterator[Block]:
+        return drawn(self)
 
 
 def compare(
@@ -349,13 +357,60 @@ def _difference(fact: Fact, values: Mapping[str, str], earlier: Sequence[FactDif
 
 def report(comparison: Comparison) -> Iterator[Block]:
     """Which machines differ, in what, what is wrong, and what is alike."""
-    total = len(comparison.nodes)
-    role = "good" if comparison.ok else "bad" if comparison.faults or comparison.silent else "trust"
-    yield Prose(((_headline(comparison), role),))
+    yield _verdict(comparison)
     shown = [difference for difference in comparison.differences if not difference.follows]
-    width = min(22, max((len(difference.fact) for difference in shown), default=0))
     if shown:
         yield from heading("What differs")
+        yield from _differences(shown)
+    unreadable = tuple(comparison.unreadable.items())
+    if unreadable:
+        yield from heading("What cannot be read")
+    for name, error in unreadable[:_MOST]:
+        yield Prose(printable(error), lead=((f"  {printable(name)}  ", "strong"),))
+    if len(unreadable) > _MOST:
+        yield Prose(f"{len(unreadable) - _MOST} more: {folded([name for name, _ in unreadable[_MOST:]])}", lead="  ")
+    yield from _wrong(comparison)
+    yield from _alike(comparison)
+    yield BLANK
+    yield Prose((("transload doctor --from FILE shows one report in full; --json names every node", "dim"),))
+
+
+def drawn(comparison: Comparison) -> Iterator[Block]:
+    """The same for a page: first those that did not report, then every node, and the facts of the groups as a table."""
+    first, *others = _headlines(comparison)
+    yield Prose(((first, _role(comparison)),))
+    yield from (Prose(line, lead="  ") for line in others)
+    for name, error in comparison.unreadable.items():
+        yield Item("bad", [Prose(printable(error), lead=((f"{printable(name)}  ", "bad"),))])
+    if folded(comparison.silent) != (names := folded(comparison.silent, None)):
+        yield Item("bad", [Prose(names, lead=(("did not report  ", "bad"),))])
+    yield from heading("Nodes", str(len(comparison.nodes) + len(comparison.silent) + len(comparison.unreadable)))
+    yield Tiles([*_tiles(comparison)])
+    shown = [difference for difference in comparison.differences if not difference.follows]
+    if shown:
+        yield from heading("What differs", "nodes with the same facts are a group")
+        yield from _groups(comparison, shown)
+    yield from _wrong(comparison)
+
+
+def further(comparison: Comparison) -> Iterator[tuple[str, Iterator[Block]]]:
+    """More for a page: each difference in words, and what is alike."""
+    if shown := [difference for difference in comparison.differences if not difference.follows]:
+        yield "Each difference", _differences(shown)
+    if comparison.alike and len(comparison.nodes) > 1:
+        yield "What is alike", (row(name, printable(value)) for name, value in comparison.alike.items())
+
+
+def _verdict(comparison: Comparison) -> Block:
+    return Prose((("; ".join(_headlines(comparison)), _role(comparison)),))
+
+
+def _role(comparison: Comparison) -> str:
+    return "good" if comparison.ok else "bad" if comparison.faults or comparison.silent else "trust"
+
+
+def _differences(shown: Sequence[FactDifference]) -> Iterator[Block]:
+    width = min(22, max((len(difference.fact) for difference in shown), default=0))
     why = ""
     for difference in shown:
         mark, colour = _MARKS[difference.level]
@@ -372,13 +427,10 @@ def report(comparison: Comparison) -> Iterator[Block]:
         if difference.why != why and difference.level != "note":
             yield Prose(((difference.why, "dim"),), lead=" " * (width + 6))
         why = difference.why
-    unreadable = tuple(comparison.unreadable.items())
-    if unreadable:
-        yield from heading("What cannot be read")
-    for name, error in unreadable[:_MOST]:
-        yield Prose(printable(error), lead=((f"  {printable(name)}  ", "strong"),))
-    if len(unreadable) > _MOST:
-        yield Prose(f"{len(unreadable) - _MOST} more: {folded([name for name, _ in unreadable[_MOST:]])}", lead="  ")
+
+
+def _wrong(comparison: Comparison) -> Iterator[Block]:
+    total = len(comparison.nodes)
     if comparison.faults:
         yield from heading("What is wrong")
     for place, fault in enumerate(comparison.faults):
@@ -386,18 +438,60 @@ def report(comparison: Comparison) -> Iterator[Block]:
         where = f"all {total} nodes" if len(fault.nodes) == total > 1 else folded(fault.nodes)
         why = f", explained by {_listed(fault.because)}" if fault.because else ""
         title = ((printable(fault.title, None), "strong"), (f"  [{fault.code}]", "dim"))
-        yield Prose(title, lead=(("  ", ""), (f"{mark} ", colour)))
-        yield Prose(((f"on {where}{why}", ""),), lead="      ")
-        if place < _MOST:
-            yield from steps(fault.fix, "      ")
-    if comparison.alike and total > 1:
+        blocks = [
+            Prose(title, lead=(("  ", ""), (f"{mark} ", colour))),
+            Prose(((f"on {where}{why}", ""),), lead="      "),
+        ]
+        yield Item(colour, [*blocks, *(steps(fault.fix, "      ") if place < _MOST else ())])
+
+
+def _alike(comparison: Comparison) -> Iterator[Block]:
+    if comparison.alike and len(comparison.nodes) > 1:
         yield from heading("What is alike")
         yield Prose("; ".join(f"{name} {printable(value)}" for name, value in comparison.alike.items()), lead="  ")
-    yield BLANK
-    yield Prose((("transload doctor --from FILE shows one report in full; --json names every node", "dim"),))
 
 
-def _headline(c: Comparison) -> str:
+def _tiles(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
+    """Every node with what is unusual about it: first those without a report, then the others by name."""
+    yield from ((name, "bad", "did not report") for name in comparison.silent)
+    yield from ((name, "bad", f"cannot be read: {error}") for name, error in comparison.unreadable.items())
+    notes: dict[str, list[str]] = {}
+    for fault in comparison.faults:
+        for name in fault.nodes:
+            notes.setdefault(name, []).append(f"{fault.title} [{fault.code}]")
+    broken = {name for fault in comparison.faults if fault.severity == "error" for name in fault.nodes}
+    for difference in comparison.matters:
+        for group in difference.rare if difference.usual else ():
+            for name in group.nodes:
+                notes.setdefault(name, []).append(f"{difference.fact} {group.value}, not {difference.usual}")
+    for name in comparison.nodes:
+        role = "bad" if name in broken else "trust" if name in notes else "good"
+        yield name, role, "; ".join(notes.get(name, ["like most" if len(comparison.nodes) > 1 else "healthy"]))
+
+
+def _groups(comparison: Comparison, shown: Sequence[FactDifference]) -> Iterator[Block]:
+    """The differing facts, one in a row, of each group of nodes in which they are the same; the largest group first."""
+    values = [{name: group.value for group in one.groups for name in group.nodes} for one in shown]
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in comparison.nodes:
+        groups.setdefault(tuple(value.get(name, "") for value in values), []).append(name)
+    order = sorted(groups.items(), key=lambda group: -len(group[1]))
+    rows: list[tuple[Words, ...]] = []
+    for place, difference in enumerate(shown[:_FACTS]):
+        mark, colour = _MARKS[difference.level]
+        cells: list[Words] = [((f"{mark} ", colour), (printable(difference.fact), ""))]
+        for facts, _ in order[:_MOST]:
+            value, role = facts[place], "" if difference.usual in (None, facts[place]) else colour
+            cells.append(((printable(value, _VALUE) if value else "unknown", role if value else "dim"),))
+        codes = "".join(f"  explains [{code}]" for code in difference.explains)
+        rows.append((*cells, f"{difference.why if difference.level != 'note' else ''}{codes}"))
+    groups_shown = [folded(names) for _, names in order[:_MOST]]
+    yield Table(rows, titles=("fact", *groups_shown, "why it matters"), dim=(len(groups_shown) + 1,))
+    if len(order) > _MOST:
+        yield note(f"{len(order) - _MOST} smaller groups are not in the table")
+
+
+def _headlines(c: Comparison) -> list[str]:
     """Whether all are alike, or which differ; and whether that explains what fails."""
     total, parts = len(c.nodes), []
     if c.silent:
@@ -429,8 +523,9 @@ def _headline(c: Comparison) -> str:
     elif total:
         cards = f": {c.alike['GPUs']} × {c.alike.get('GPU model', 'GPU')}" if c.alike.get("GPUs", "0") != "0" else ""
         parts.append(f"{everyone} {'are alike and' if total > 1 else 'is'} healthy{cards}")
-    text = "; ".join(parts)
-    return text[:1].upper() + text[1:] if text.startswith(("all ", "the ", "no ")) else text
+    if parts and parts[0].startswith(("all ", "the ", "no ")):
+        parts[0] = parts[0][:1].upper() + parts[0][1:]
+    return parts or [""]
 
 
 def _listed(words: Sequence[str]) -> str:
@@ -442,8 +537,8 @@ def _listed(words: Sequence[str]) -> str:
 _NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,15})(?!\d)(\D*(?:\..*)?)")  # the last number before a domain
 
 
-def folded(names: Sequence[str]) -> str:
-    """Names with their numbers folded, as schedulers write them.
+def folded(names: Sequence[str], most: int | None = _MOST) -> str:
+    """Names with their numbers folded, as schedulers write them; at most ``most``.
 
     >>> folded(["gpu003", "gpu004", "gpu005", "gpu017", "login"])
     'gpu[003-005,017], login'
@@ -464,8 +559,9 @@ def folded(names: Sequence[str]) -> str:
             start = ranges.pop()[0] if ranges and ranges[-1][1] == value - 1 else value
             ranges.append((start, value))
         texts = ["-".join(f"{end:0{width}}" for end in dict.fromkeys(ends)) for ends in ranges]
-        inside = ",".join([*texts[:_MOST], "…"] if len(texts) > _MOST else texts)
+        inside = ",".join([*texts[:most], "…"] if most and len(texts) > most else texts)
         one = before if numbers == [-1] else f"{before}{inside}{after}"
         several = f"{before[:-1]}s {inside}{after}" if before.endswith(" ") else f"{before}[{inside}]{after}"
         shown.append(one if len(numbers) == 1 else several)
-    return ", ".join(shown[:_MOST]) + (f" and {len(shown) - _MOST} more" if len(shown) > _MOST else "")
+    more = len(shown) - most if most else 0
+    return ", ".join(shown[:most]) + (f" and {more} more" if more > 0 else "")

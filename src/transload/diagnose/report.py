@@ -14,11 +14,13 @@ from transload.diagnose.case import LAYERS, Case, Rule
 from transload.diagnose.fixes import folder_of, in_search_path, on_windows
 from transload.diagnose.rules import BY_CODE
 from transload.diagnose.tables import chip_of, cuda_text, parts, result, table, word_lists
+from transload.diagnose.tables import page as page_of
 from transload.findings import Finding
 from transload.frozen import Plain, replace
 from transload.machine import NOT_ASKED, ChildAnswer, Machine, TorchInstall, Unknown
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, as_text, copied, heading, note
-from transload.render.words import plural, printable
+from transload.render import Reported
+from transload.render.lines import BLANK, GLUE, Block, Chain, Item, Line, Link, Prose, copied, heading, note
+from transload.render.words import count, plural, printable
 from transload.steps import steps_of
 
 Status = Literal["ok", "broken", "degraded", "no-gpu"]
@@ -33,6 +35,7 @@ _EVIDENCE = 8
 _WORDS = 200  # characters shown of an error that a rule raised
 # Within a chain of layers the first broken one is the cause of faults in later ones. Every other layer is independent.
 _OF_TORCH = ("python", "build", "torch-libraries")
+_OF_BOTH = ("fit", "run", "extensions")
 _OF_MACHINE = ("hardware", "kernel", "surroundings", "nodes", "libraries", "driver")
 _ROLE = {"ok": "good", "no-gpu": "good", "degraded": "trust", "broken": "bad"}
 
@@ -48,7 +51,7 @@ class Muted(Plain):
         return {**self.finding.to_dict(), "because": self.because}
 
 
-class Diagnosis(Plain):
+class Diagnosis(Plain, Reported):
     """What is wrong with a machine, if anything, and what to do about it.
 
     ``cause`` is the first thing to fix. ``findings`` are independent of each other, in the order to fix them; ``muted``
@@ -83,11 +86,17 @@ class Diagnosis(Plain):
         cause = f", cause={self.cause.code}" if self.cause else ""
         return f"<Diagnosis {self.status}{cause}, {len(self.findings)} findings>"
 
-    def __str__(self) -> str:
-        """The report without colour, redacted except for the commands of fixes."""
+    def _blocks(self) -> Iterator[Block]:
+        return report(self._redacted())
+
+    def _page_blocks(self) -> Iterator[Block]:
+        return drawn(self._redacted())
+
+    def _redacted(self) -> Diagnosis:
+        """Without names of this machine, except in the commands of fixes."""
         from transload.diagnose.redact import names_here, redacted
 
-        return as_text(report(redacted(self, names_here(), runnable=True)))
+        return redacted(self, names_here(), runnable=True)
 
 
 def judge_machine(machine: Machine, rules: Iterable[Rule] = BY_CODE.values()) -> Diagnosis:
@@ -153,46 +162,92 @@ def _explains(cause: Rule, rule: Rule) -> bool:
 
 def report(diagnosis: Diagnosis) -> Iterator[Block]:
     """What ``transload doctor`` prints without options."""
-    machine, cause = diagnosis.machine, diagnosis.cause
-    role = _ROLE[diagnosis.status]
-    errors = sum(finding.severity == "error" for finding in diagnosis.findings)
-    if cause is None:
-        yield Prose(((_headline(diagnosis), role),))
-    for place, finding in enumerate(diagnosis.findings, 1):
-        if cause and place == 1:
-            several = f", for {errors} reasons; the first" if errors > 1 else ""
-            joint = ", " if cause.title.startswith("probably: ") else ": "
-            yield Prose(((f"{_subject(diagnosis)}{several}{joint}", role), *_titled(cause)))
-        else:
-            sign, colour = _SIGNS.get(finding.severity, (f"Then {place}:", "bad"))
-            yield BLANK
-            yield Prose(_titled(finding), lead=((f"{sign} ", colour),))
-        aside = finding.severity != "error" and not (cause and place == 1)
-        indent = "    " if aside else "  "
-        for text in finding.evidence[:_EVIDENCE]:
-            yield Prose(printable(text, 400), lead=indent)
-        if len(finding.evidence) > _EVIDENCE:
-            yield Prose(((f"… and {len(finding.evidence) - _EVIDENCE:,} more, in --json", "dim"),), lead=indent)
-        if finding.fix and not aside:
-            yield BLANK
-            yield Prose((("Fix", "strong"),))
-        yield from steps(finding.fix, indent)
-
+    cause = diagnosis.cause
+    yield _verdict(diagnosis)
+    if cause:
+        yield from _evidence(cause, "  ")
+        yield from _fix(cause)
+    yield from _others(diagnosis)
     yield from _links(diagnosis)
+    if unknown := _unknown(diagnosis):
+        yield BLANK
+        yield Prose(((printable("; ".join(unknown), 600), ""),), lead=(("Unknown  ", "trust"),))
+    more = f"transload doctor --explain {cause.code} explains more; " if cause else ""
+    yield BLANK
+    yield Prose(((f"{more}--verbose shows all facts; --json is for a bug report", "dim"),))
 
-    # what could not be determined and would have helped
+
+def drawn(diagnosis: Diagnosis) -> Iterator[Block]:
+    """The same for a page or a notebook: after the verdict and the fix, the chain as a picture."""
+    cause, others, unknown = diagnosis.cause, [*_others(diagnosis)], _unknown(diagnosis)
+    yield _verdict(diagnosis)
+    if cause:
+        yield from _fix(cause)
+    yield from _links(diagnosis)
+    if cause and cause.evidence:
+        yield from heading("Evidence", f"for {cause.code}")
+        yield from _evidence(cause, "  ")
+    if others:
+        yield from heading("Other findings", count(len(diagnosis.findings) - bool(cause)))
+        yield from others
+    if unknown:
+        yield from heading("Unknown", "what could not be determined and would have helped")
+        yield from (Prose(printable(text, 600), lead="  ") for text in unknown)
+
+
+def further(diagnosis: Diagnosis) -> Iterator[tuple[str, Iterator[Block]]]:
+    """More for a page: what is known about the cause, and all facts."""
+    if cause := diagnosis.cause:
+        yield f"About {cause.code}", page(page_of(cause.code))
+    yield "All facts", facts(diagnosis.machine)
+
+
+def _verdict(diagnosis: Diagnosis) -> Block:
+    cause, role = diagnosis.cause, _ROLE[diagnosis.status]
+    if cause is None:
+        return Prose(((_headline(diagnosis), role),))
+    errors = sum(finding.severity == "error" for finding in diagnosis.findings)
+    several = f", for {errors} reasons; the first" if errors > 1 else ""
+    joint = ", " if cause.title.startswith("probably: ") else ": "
+    return Prose(((f"{_subject(diagnosis)}{several}{joint}", role), *_titled(cause)))
+
+
+def _evidence(finding: Finding, indent: str) -> Iterator[Block]:
+    for text in finding.evidence[:_EVIDENCE]:
+        yield Prose(printable(text, 400), lead=indent)
+    if len(finding.evidence) > _EVIDENCE:
+        yield Prose(((f"… and {len(finding.evidence) - _EVIDENCE:,} more, in --json", "dim"),), lead=indent)
+
+
+def _fix(finding: Finding) -> Iterator[Block]:
+    if finding.fix:
+        yield BLANK
+        yield Prose((("Fix", "strong"),))
+        yield from steps(finding.fix)
+
+
+def _others(diagnosis: Diagnosis) -> Iterator[Block]:
+    """The findings that are not the cause."""
+    for place, finding in enumerate(diagnosis.findings[bool(diagnosis.cause) :], 1 + bool(diagnosis.cause)):
+        sign, colour = _SIGNS.get(finding.severity, (f"Then {place}:", "bad"))
+        title = Prose(_titled(finding), lead=((f"{sign} ", colour),))
+        inside = [*_evidence(finding, "    "), *steps(finding.fix, "    ")]
+        if finding.severity == "error":
+            inside = [*_evidence(finding, "  "), *_fix(finding)]
+        yield BLANK
+        yield Item(colour, [title, *inside])
+
+
+def _unknown(diagnosis: Diagnosis) -> list[str]:
+    """What could not be determined and would have helped."""
+    machine, cause = diagnosis.machine, diagnosis.cause
     unknown = [f"{probe}: {why}" for probe, why in machine.problems.items()]
     log = machine.kernel.log
     unsure = cause is not None and (cause.title.startswith("probably: ") or BY_CODE[cause.code].symptom)
     unsure = unsure and machine.platform.system == "Linux"  # others have no such log
     if cause is not None and isinstance(log, Unknown) and unsure and log.reason not in " ".join(cause.evidence):
         unknown.append(f"the kernel log: {log.reason}")
-    if unknown:
-        yield BLANK
-        yield Prose(((printable("; ".join(unknown), 600), ""),), lead=(("Unknown  ", "trust"),))
-    more = f"transload doctor --explain {cause.code} explains more; " if cause else ""
-    yield BLANK
-    yield Prose(((f"{more}--verbose shows all facts; --json is for a bug report", "dim"),))
+    return unknown
 
 
 def _subject(diagnosis: Diagnosis) -> str:
@@ -252,7 +307,7 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
     every = (*diagnosis.findings, *(consequence.finding for consequence in diagnosis.muted))
     seen = chain(diagnosis.machine)
     names = {**LAYERS, **(_ON_WINDOWS if on_windows(diagnosis.machine) else {})}
-    yield from heading("From the card to torch")
+    groups: dict[str, list[Link]] = {"The machine": [], "Python and torch": [], "Together": []}
     for layer in ORDER:
         of_layer = [finding for finding in every if BY_CODE[finding.code].layer == layer]
         if layer not in seen and all(finding.severity == "note" for finding in of_layer):
@@ -270,13 +325,15 @@ def _links(diagnosis: Diagnosis) -> Iterator[Block]:
             mark, role = ("–" if diagnosis.ok else "✗"), "dim"
         codes = "".join(f"{_GAP}[{finding.code}]" for finding in causes)
         dim = "dim" if mark == "–" else ""
-        lead = (("  ", ""), (f"{mark} ", role), (f"{names[layer]:<{_WIDTH}}  ", dim))
-        yield Prose(((text, dim), (codes, "dim")), lead=lead)
+        below: list[Line] = []
         for finding in of_layer:
             if finding.code in muted:
                 title = "" if BY_CODE[finding.code].symptom else f": {printable(finding.title, None)}"
-                because = f"because of {muted[finding.code]}{title}{_GAP}[{finding.code}]"
-                yield Prose(((because, "dim"),), lead=((" " * (_WIDTH + 6), ""),))
+                below.append(((f"because of {muted[finding.code]}{title}{_GAP}[{finding.code}]", "dim"),))
+        kind = "Python and torch" if layer in _OF_TORCH else "Together" if layer in _OF_BOTH else "The machine"
+        groups[kind].append(Link((mark, role), names[layer], ((text, dim), (codes, "dim")), below))
+    yield from heading("From the card to torch")
+    yield Chain([*groups.items()], _WIDTH)
 
 
 def page(markdown: str) -> Iterator[Block]:
@@ -299,7 +356,7 @@ def page(markdown: str) -> Iterator[Block]:
 
 # -- the state of each layer
 
-ORDER = (*_OF_MACHINE, "variables", *_OF_TORCH, "fit", "run", "extensions")
+ORDER = (*_OF_MACHINE, "variables", *_OF_TORCH, *_OF_BOTH)
 """The layers as they are shown: from the card upwards, not in the order to fix them."""
 
 _SELDOM = frozenset({"CUDA_HOME", "CUDA_PATH", "PYTHONPATH"})  # set on many machines, and irrelevant to a wheel

@@ -21,8 +21,9 @@ from transload.errors import TransloadError, UsageError
 from transload.explaining import hooks, matching
 from transload.explaining.logs import BLOCK, ErrorChain, FlatText, decoded, flat, lines_of, pieces, split, unwrapped
 from transload.explaining.matching import ErrorMatch, KnownError, Near
-from transload.frozen import NamedTuple, Plain, Reported, replace
-from transload.render.lines import BLANK, Block, Prose, as_text
+from transload.frozen import NamedTuple, Plain, replace
+from transload.render import Reported
+from transload.render.lines import BLANK, Block, Item, Prose
 from transload.render.words import plural, printable
 from transload.steps import for_windows, step_of
 
@@ -131,9 +132,8 @@ class Explanation(Plain, Reported):
         """Plain data for JSON, schema 1."""
         return {"schema": 1, "known": self.known, **super().to_dict()}
 
-    def __str__(self) -> str:
-        """The answer as ``transload explain`` prints it, without colour."""
-        return as_text(report(self))
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
 
 
 def doctor_steps(codes: Sequence[str]) -> tuple[str, ...]:
@@ -547,44 +547,52 @@ def report(explanation: Explanation) -> Iterator[Block]:
     for index, answer in enumerate(explanation.answers):
         if index:
             yield BLANK
-        cause = ((printable(answer.cause, None), "strong"), (f"  [{answer.code}]", "dim"))
-        yield Prose(cause, lead=(_SIGNS[answer.kind],))
-        times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
-        line = f"line {answer.line}: " if answer.line else ""
-        yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"{_MARGIN}{line}{times}", "dim"),))
-        if answer.wrong:
-            yield Prose(printable(answer.wrong, None), lead=(("  ! ", "trust"),))
-        if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
-            another = "this machine has another fault: " if machine.code else ""
-            which = "this machine has this fault: " if machine.fits else another
-            code = f"  [{machine.code}]" if machine.code else ""
-            words = (printable(which + machine.title, None), ""), (code, "dim")
-            yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
-            for text in machine.evidence[:3]:
-                yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
-            yield from _steps(machine.fix if machine.fits else ())
-        if file := answer.file:
-            same = "; torch.load gives the same error for it" if file.same else ""
-            text = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
-            yield Prose(text, lead=(("  here    ", "good" if file.ok else "bad"),))
-            for title in file.findings:
-                if title not in file.verdict:
-                    yield Prose(((printable(title, None), "dim"),), lead=_DEEPER)
-            yield from _steps(file.fix if not file.ok else ())
-        yield from _steps(remaining_steps(answer))
+        yield Item(_SIGNS[answer.kind][1], [*_answered(answer)])
     for index, error in enumerate(explanation.unknown):
         if index or explanation.answers:
             yield BLANK
-        line = f"  line {error.line}" if error.line else ""
-        yield Prose((("not known", "strong"), (line, "dim")), lead=(("? ", "trust"),))
-        yield Prose(((printable(error.said, _SAID), "dim"),), lead=_MARGIN)
-        if error.nearest:
-            yield Prose("The known texts that are most similar, but not the same:", lead=_MARGIN)
-        for near in error.nearest:
-            why = f" ({near.why})" if near.why else ""
-            yield Prose(((f"{printable(near.says)}{why}  [{near.code}]", "dim"),), lead=(("    · ", "dim"),))
+        yield Item("trust", [*_unexplained(error)])
     if explanation.unknown:
         yield from _steps(_NEXT)
+
+
+def _answered(answer: Answer) -> Iterator[Block]:
+    cause = ((printable(answer.cause, None), "strong"), (f"  [{answer.code}]", "dim"))
+    yield Prose(cause, lead=(_SIGNS[answer.kind],))
+    times = f"{plural(answer.times, 'time')}: " if answer.times > 1 else ""
+    line = f"line {answer.line}: " if answer.line else ""
+    yield Prose(((printable(answer.said, _SAID), "dim"),), lead=((f"{_MARGIN}{line}{times}", "dim"),))
+    if answer.wrong:
+        yield Prose(printable(answer.wrong, None), lead=(("  ! ", "trust"),))
+    if machine := answer.machine:  # what the doctor found: the cause itself, another one, or none
+        another = "this machine has another fault: " if machine.code else ""
+        which = "this machine has this fault: " if machine.fits else another
+        code = f"  [{machine.code}]" if machine.code else ""
+        words = (printable(which + machine.title, None), ""), (code, "dim")
+        yield Prose(words, lead=(("  here    ", "good" if machine.fits else "dim"),))
+        for text in machine.evidence[:3]:
+            yield Prose(((printable(text, 300), "dim"),), lead=_DEEPER)
+        yield from _steps(machine.fix if machine.fits else ())
+    if file := answer.file:
+        same = "; torch.load gives the same error for it" if file.same else ""
+        text = f"{printable(file.path, 200)}: {printable(file.verdict, None)}{same}"
+        yield Prose(text, lead=(("  here    ", "good" if file.ok else "bad"),))
+        for title in file.findings:
+            if title not in file.verdict:
+                yield Prose(((printable(title, None), "dim"),), lead=_DEEPER)
+        yield from _steps(file.fix if not file.ok else ())
+    yield from _steps(remaining_steps(answer))
+
+
+def _unexplained(error: Unexplained) -> Iterator[Block]:
+    line = f"  line {error.line}" if error.line else ""
+    yield Prose((("not known", "strong"), (line, "dim")), lead=(("? ", "trust"),))
+    yield Prose(((printable(error.said, _SAID), "dim"),), lead=_MARGIN)
+    if error.nearest:
+        yield Prose("The known texts that are most similar, but not the same:", lead=_MARGIN)
+    for near in error.nearest:
+        why = f" ({near.why})" if near.why else ""
+        yield Prose(((f"{printable(near.says)}{why}  [{near.code}]", "dim"),), lead=(("    · ", "dim"),))
 
 
 def _steps(fix: Sequence[str]) -> Iterator[Block]:
@@ -592,7 +600,8 @@ def _steps(fix: Sequence[str]) -> Iterator[Block]:
     for line in fix:
         step = step_of(line)
         if step.copied:
-            yield Prose(printable(line if step.kind == "command" else step.text, None), lead="      ", whole=True)
+            lead = f"      {'$ ' if step.kind == 'command' else ''}"
+            yield Prose(printable(step.text, None), lead=lead, whole=True)
         else:
             yield Prose(printable(line, None), lead=(("  → ", "good"),))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from transload.devices import Device, Devices, closest_device, local_rank, split
 from transload.errors import DoesNotFitError, LoadError, NoDeviceError
 from transload.frozen import Frozen, replace
+from transload.render import Reported
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +125,7 @@ class Shortage(Frozen):
         return f"{self.device} has {size(self.free)} free and would need {size(self.needed)}: {lack}"
 
 
-class Plan(Frozen):
+class Plan(Frozen, Reported):
     """Where a checkpoint lands.
 
     >>> plan = Plan((Move("cuda:1", "cpu", "absent", 2, 1024),), surprising=True)
@@ -175,11 +176,8 @@ class Plan(Frozen):
             sentences.append(f"{what} saved on {listed(tags)} {verb} on {first.device}: {first.why_of(tags)}")
         return "; ".join(sentences)
 
-    def __str__(self) -> str:
-        """The plan as ``transload check`` shows it, without colour."""
-        from transload.render.lines import as_text
-
-        return as_text(plan_blocks(self))
+    def _blocks(self) -> Iterator[Block]:
+        return plan_blocks(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -13,7 +13,24 @@ from transload.findings import SEVERITIES, Finding, first_lines, join_names
 from transload.frozen import NamedTuple
 from transload.geometry import Box, box_words
 from transload.nodes import Big, Call, Dict, Extension, Global, Persistent, Set, walk_nodes
-from transload.render.lines import BLANK, GLUE, Block, Line, Prose, Span, Table, Words, copied, heading, note, tally
+from transload.render.lines import (
+    BLANK,
+    GLUE,
+    Block,
+    Cell,
+    Item,
+    Line,
+    Plot,
+    Prose,
+    Rows,
+    Span,
+    Table,
+    Words,
+    copied,
+    heading,
+    note,
+    tally,
+)
 from transload.render.words import count, cut, path_text, plural, printable, shape_text, size
 from transload.steps import steps_of
 
@@ -65,8 +82,6 @@ _NEAR = 2  # levels below the root; deeper values are details of some module
 _NUMBERS = ("float", "bfloat", "complex", "q", "Q", "IQ", "TQ", "MXFP", "NVFP")
 _DOT = " · "
 _INDENT = "    "
-_BARS = "▁▂▃▄▅▆▇█"
-_COLUMNS = 16
 
 
 def report(
@@ -79,11 +94,10 @@ def report(
 ) -> Iterator[Block]:
     """Everything ``transload inspect`` says about one file. Requested lists replace the folded tree."""
     yield Prose(((path_text(checkpoint.path, None), "strong"),))
-    for label, words in summary(checkpoint).items():
-        yield Prose(words, lead=((f"  {label:<{_LABEL}}", "dim"),))
+    yield from described(summary(checkpoint))
     for finding in findings(checkpoint.findings):
         yield BLANK
-        yield from finding
+        yield finding
     if names:
         yield from globals_by_verdict(checkpoint)
     if tensors:
@@ -123,8 +137,7 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
     for checkpoint in bad:
         if checkpoint.findings:
             yield from heading(path_text(checkpoint.path, None))
-            for finding in findings(checkpoint.findings):
-                yield from finding
+            yield from findings(checkpoint.findings)
     yield from tally(total, len(seen), len(bad))
 
 
@@ -188,6 +201,11 @@ def summary(checkpoint: Contents) -> dict[str, Line]:
     return {label: words for label, words in out.items() if words}
 
 
+def described(words: dict[str, Line]) -> Iterator[Block]:
+    """The lines of a summary."""
+    return (Prose(line, lead=((f"  {label:<{_LABEL}}", "dim"),)) for label, line in words.items())
+
+
 def _listed(items: Iterable[Line], more: int = 0) -> Line:
     """``cuda:0 288 tensors, 1.3 GB · cpu 2 tensors, 4 kB · 3 more``; lines break only between items."""
     words: list[Span] = []
@@ -244,8 +262,8 @@ def elements(tensors: Iterable[Tensor]) -> tuple[int, int, int]:
     return (model, averages, optimizer) if model else (averages, 0, optimizer)
 
 
-def findings(unsorted: Sequence[Finding]) -> Iterator[list[Block]]:
-    """The blocks of each finding, errors first."""
+def findings(unsorted: Sequence[Finding]) -> Iterator[Block]:
+    """The findings, errors first."""
     order = sorted(unsorted, key=lambda finding: SEVERITIES.index(finding.severity))
     for finding in order[:_FINDINGS]:
         role, sign = SEVERITY[finding.severity]
@@ -259,11 +277,11 @@ def findings(unsorted: Sequence[Finding]) -> Iterator[list[Block]]:
             elif len(step.lines) == 1:
                 blocks.append(Prose(printable(step.text, None), lead=arrow))
             else:  # code to paste: at the margin and never folded, since both matter to Python
-                lines = [Prose(printable(line, None).replace(" ", GLUE)) for line in step.lines]
+                lines = [Prose(printable(line, None), whole=True) for line in step.lines]
                 blocks += [Prose(TRUSTED, lead=arrow), BLANK, *lines, BLANK]
-        yield blocks
+        yield Item(role, blocks)
     if len(order) > _FINDINGS:
-        yield [note(f"{len(order) - _FINDINGS:,} further findings; --json lists all of them")]
+        yield note(f"{len(order) - _FINDINGS:,} further findings; --json lists all of them")
 
 
 def _tensors_folded(checkpoint: Contents) -> Iterator[Block]:
@@ -329,17 +347,9 @@ def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
     """One line for each tensor, then what smaller dtypes would lose, and what could not be counted."""
     counted = [entry for entry in stats if entry.numbers]
     yield from heading("statistics", plural(len(counted), "tensor"))
+    titles = ("tensor", "dtype", "min", "max", "mean", "std", "zeros", "magnitudes", "")
+    yield Table(Rows(counted, _statistics), right=(2, 3, 4, 5, 6), dim=(1,), titles=titles, drops=(1, 7, 4, 6, 5))
     rows: list[tuple[Words, ...]] = []
-    for entry in counted:
-        numbers = (entry.min, entry.max, entry.mean, entry.std)
-        shown = (f"{number:.3g}" if number is not None else "" for number in numbers)
-        zeros = f"{100 * entry.zeros / entry.numbers:.3g} %" if entry.zeros else ""
-        special = [f"{count(number)} {what}" for number, what in ((entry.nan, "NaN"), (entry.inf, "inf")) if number]
-        name = printable(entry.name, None) or "the tensor itself"
-        rows.append((name, printable(entry.dtype), *shown, zeros, _sparkline(entry), ((", ".join(special), "trust"),)))
-    titles = ("", "", "min", "max", "mean", "std", "zeros", "magnitudes", "")
-    yield Table(rows, right=(2, 3, 4, 5, 6), dim=(1,), titles=titles, drops=(1, 7, 4, 6, 5))
-    rows = []
     floating = [entry for entry in counted if entry.overflow]
     for place, (dtype, _) in enumerate(floating[0].overflow if floating else ()):
         large = [entry.overflow[place][1] for entry in floating]
@@ -347,7 +357,7 @@ def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
         rows.append((dtype, _lost(large, "trust"), _lost(small, "")))
     if rows:
         yield from heading("rounded to a smaller dtype", "finite numbers that would overflow, or become zero")
-        yield Table(rows, titles=("", "too large", "too small"))
+        yield Table(rows, titles=("dtype", "too large", "too small"))
     if skipped := [entry for entry in stats if entry.note]:
         yield from heading("not counted", count(len(skipped)))
         for entry in skipped[:_PARTS]:
@@ -357,25 +367,21 @@ def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
             yield note(f"… and {len(skipped) - _PARTS:,} more; --json lists all of them")
 
 
+def _statistics(entry: TensorStats) -> tuple[Cell, ...]:
+    numbers = (entry.min, entry.max, entry.mean, entry.std)
+    shown = (f"{number:.3g}" if number is not None else "" for number in numbers)
+    zeros = f"{100 * entry.zeros / entry.numbers:.3g} %" if entry.zeros else ""
+    special = [f"{count(number)} {what}" for number, what in ((entry.nan, "NaN"), (entry.inf, "inf")) if number]
+    name = printable(entry.name, None) or "the tensor itself"
+    plot = Plot(entry.histogram) if entry.histogram else ""
+    return name, printable(entry.dtype), *shown, zeros, plot, ((", ".join(special), "trust"),)
+
+
 def _lost(numbers: Sequence[int], role: str) -> Words:
     """How many numbers are lost, and in how many tensors."""
     if not any(numbers):
         return (("0", "dim"),)
     return ((f"{count(sum(numbers))} in {plural(sum(map(bool, numbers)), 'tensor')}", role),)
-
-
-def _sparkline(entry: TensorStats) -> Words:
-    """How many numbers have which magnitude, by powers of two, and the powers at both ends."""
-    if not entry.histogram:
-        return ""
-    first, last = entry.histogram[0][0], entry.histogram[-1][0]
-    step = -(-(last - first + 1) // _COLUMNS)
-    counts = [0] * ((last - first) // step + 1)
-    for power, number in entry.histogram:
-        counts[(power - first) // step] += number
-    most = max(counts)
-    bars = "".join(_BARS[number * (len(_BARS) - 1) // most] if number else GLUE for number in counts)
-    return ((f"2^{first} ", "dim"), (bars, ""), (f" 2^{last + 1}", "dim"))
 
 
 def globals_by_verdict(checkpoint: Contents) -> Iterator[Block]:

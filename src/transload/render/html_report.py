@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from gzip import compress
 from html import escape
 from typing import Any
@@ -17,9 +17,20 @@ from transload._version import __version__
 from transload.contents import Contents, Tensor, tie_of, with_parts
 from transload.findings import packaged
 from transload.geometry import contiguous
-from transload.render.checkpoint import INTEGRITY, NAMES, SAFETY, format_words, summary, times_used
-from transload.render.html import described, findings, heading, more, safe
-from transload.render.words import count, plural, printable, shape_text, size
+from transload.render.checkpoint import (
+    INTEGRITY,
+    NAMES,
+    SAFETY,
+    described,
+    findings,
+    format_words,
+    statistics_listed,
+    summary,
+    times_used,
+)
+from transload.render.html import PLOTTED, escaped, heading, markup, more, safe, sections, table
+from transload.render.lines import GLUE, Block, Cell, Heading, Item, Plot, Prose, Table, text_of
+from transload.render.words import count, cut, plural, printable, shape_text, size
 
 MAX_ROWS = 200_000
 """Tensors in the table: an index of a gigabyte can name many millions, and no browser would open the page."""
@@ -30,6 +41,8 @@ MAX_PLAIN = 200
 GENERATOR = f'<!doctype html>\n<html lang="en"><head><meta name="generator" content="transload {__version__}">'
 """The first characters of every report, up to the version: ``is_report`` looks for them."""
 
+_SHORT = 40  # rows of a table that the page shows whole
+
 # The most of each that is shown.
 _GLOBALS = 500
 _GROUPS = 100
@@ -37,6 +50,7 @@ _IN_GROUP = 20
 _VALUES = 200
 _FILES = 200
 _LONGEST_NAME = 400
+_TITLE = 120
 
 _SMALL = 16_384  # characters of data that stay plain, which older browsers and mail programs can read, too
 _LARGEST = 1 << 53  # JavaScript counts exactly up to here; a hostile file states more
@@ -51,23 +65,94 @@ def is_report(start: bytes) -> bool:
 
 def page(checkpoints: Sequence[Contents], total: int = 1) -> Iterator[str]:
     """Pieces of the page about some checkpoints, out of ``total`` files that were to be read."""
-    several = total > 1
-    title = plural(total, "checkpoint") if several else safe(checkpoints[0].path)
+    title = plural(total, "checkpoint") if total > 1 else printable(checkpoints[0].path)
+    yield from _page(_files(checkpoints, total), "inspect", title, "page.js", "report.js")
+
+
+def page_of(
+    blocks: Iterable[Block], command: str = "", folded: Iterable[tuple[str, Iterable[Block]]] = ()
+) -> Iterator[str]:
+    """Pieces of the page with the report of a command. ``folded`` are titles of further reports, to be opened."""
+    first, *rest = sections(blocks)
+    lines = (line for block in first[1] for line in (block.blocks if isinstance(block, Item) else (block,)))
+    title = next((text_of(line.body) for line in lines if isinstance(line, Prose)), command)
+    yield from _page(_cards((first, *rest), folded), command, cut(title, _TITLE), "page.js")
+
+
+def _page(body: Iterable[str], command: str, title: str, *scripts: str) -> Iterator[str]:
     # At the top of the page, where the policy applies to all that follows.
     yield f'{GENERATOR}<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
-    yield f"<title>{title} – transload</title><style>\n"
+    yield f"<title>{escaped(title)} – transload</title><style>\n"
     yield packaged(__package__, "notebook.css") + packaged(__package__, "report.css")
-    yield '</style></head>\n<body class="transload"><header><span class="brand">transload <i>inspect</i></span>'
+    yield f'</style></head>\n<body class="transload"><header><span class="brand">transload <i>{command}</i></span>'
     yield '<button id="theme" type="button" hidden>Dark</button></header>\n<main>'
-    if several:
+    yield from body
+    yield f"</main><footer>Made by transload {__version__}. This page opens no connection."
+    yield "</footer>\n<script type='module'>\n"
+    yield from (packaged(__package__, script) for script in scripts)
+    yield "ready();\n</script></body></html>\n"
+
+
+def _cards(
+    parts: Iterable[tuple[Heading | None, list[Block]]], folded: Iterable[tuple[str, Iterable[Block]]] = ()
+) -> Iterator[str]:
+    for title, inside in parts:
+        yield f'<div class="card{"" if title else " top"}">{_titled(title)}'
+        yield from markup(inside, MAX_PLAIN, titled=title is None, table=_table)
+        yield "</div>\n"
+    for name, blocks in folded:
+        yield f'<details class="card"><summary><h2>{safe(name)}</h2></summary>'
+        for title, inside in sections(blocks):
+            yield _titled(title, "h3")
+            yield from markup(inside, MAX_PLAIN, table=_table)
+        yield "</details>\n"
+
+
+def _titled(title: Heading | None, tag: str = "h2") -> str:
+    return f'<{tag}>{escaped(title.text)} <span class="tl-dim">{escaped(title.note)}</span></{tag}>' if title else ""
+
+
+def _table(block: Table, most: int) -> Iterator[str]:
+    """A long table as data for ``page.js``, and its first rows for readers that run no script."""
+    if len(block.rows) <= _SHORT:
+        yield from table(block, _SHORT)
+        return
+    rows = [[_cell(cell) for cell in row] for row in block.rows[:MAX_ROWS]]
+    yield '<div class="grid" hidden><div class="tools">'
+    yield '<input type="search" placeholder="Filter" aria-label="Filter rows"></div>'
+    yield '<div class="table"></div><div class="detail" aria-live="polite"></div>'
+    yield from _data({"titles": block.titles, "right": [*block.right], "rows": rows})
+    yield f"{more(len(block.rows) - MAX_ROWS)}</div><noscript>"
+    yield from table(block, most)
+    yield "</noscript>"
+
+
+def _cell(words: Cell) -> str | list[str] | dict[str, object]:
+    """A cell as text, or as text and the role that all of it has; or a plot."""
+    if isinstance(words, Plot):
+        return {"plot": words.counts(PLOTTED)}
+    text = printable(text_of(words).replace(GLUE, " "), None)
+    roles = {role for _, role in words} if not isinstance(words, str) else {""}
+    return text if roles == {""} or len(roles) != 1 else [text, *roles]
+
+
+def _data(columns: dict[str, Any]) -> Iterator[str]:
+    text = json.dumps(columns, separators=(",", ":"))
+    if len(text) <= _SMALL:
+        yield '<script class="data" type="application/json">' + text.replace("<", "\\u003c") + "</script>"
+    else:
+        packed = b64encode(compress(text.encode("ascii"), 9, mtime=0)).decode("ascii")
+        yield f'<script class="data" type="application/gzip">{packed}</script>'
+
+
+def _files(checkpoints: Sequence[Contents], total: int) -> Iterator[str]:
+    if total > 1:
         yield from _overview(checkpoints, total)
     for number, checkpoint in enumerate(checkpoints):
         yield f'<section class="file" id="file-{number}">'
         yield from _about(checkpoint)
         yield "</section>\n"
-    yield f"</main><footer>Made by transload {__version__}. Nothing in the file was run; this page opens no connection."
-    yield f"</footer>\n<script type='module'>\n{packaged(__package__, 'report.js')}</script></body></html>\n"
 
 
 def _overview(checkpoints: Sequence[Contents], total: int) -> Iterator[str]:
@@ -90,9 +175,9 @@ def _about(checkpoint: Contents) -> Iterator[str]:
     words = summary(checkpoint)
     yield '<div class="card top">'
     yield from heading(checkpoint, words)
-    yield from findings(checkpoint)
+    yield from markup(findings(checkpoint.findings))
     words.pop("written by", None)  # it has a section
-    yield from described(words)
+    yield from markup(described(words))
     yield "</div>"
 
     if checkpoint.tensors:
@@ -106,6 +191,8 @@ def _about(checkpoint: Contents) -> Iterator[str]:
             + "</div>"
         )
         yield from _plain_table(checkpoint.tensors)
+    if checkpoint.stats is not None:
+        yield from _cards(sections(statistics_listed(checkpoint.stats)))
     yield from _sharing(checkpoint)
     if any(checkpoint.storages) or any(checkpoint.records):
         yield '<div class="card layout" hidden><h2>Layout on disk</h2><div class="strips"></div>'
@@ -122,12 +209,7 @@ def _about(checkpoint: Contents) -> Iterator[str]:
             listed.append((safe(part.name), safe(part.kind), size(part.nbytes), safe(facts)))
         yield from _listing("Parts", len(parts), ("name", "kind", "size", "facts"), listed)
 
-    text = json.dumps(columns(checkpoint), separators=(",", ":"))
-    if len(text) <= _SMALL:
-        yield '<script class="data" type="application/json">' + text.replace("<", "\\u003c") + "</script>"
-    else:
-        packed = b64encode(compress(text.encode("ascii"), 9, mtime=0)).decode("ascii")
-        yield f'<script class="data" type="application/gzip">{packed}</script>'
+    yield from _data(columns(checkpoint))
 
 
 def _listing(title: str, total: int, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

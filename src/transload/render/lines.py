@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from re import compile as regex
-from typing import TextIO
+from typing import Any, TextIO
 from unicodedata import category, east_asian_width
 
 from transload.frozen import NamedTuple
@@ -29,12 +29,40 @@ Line = tuple[Span, ...]
 Words = Line | str
 """A line, or a text without a role."""
 
+
+class Plot(NamedTuple):
+    """A cell with a histogram: how many numbers there are of each power of two. Text shows it as a line of bars."""
+
+    histogram: Sequence[tuple[int, int]]
+
+    def counts(self, columns: int) -> tuple[str, list[int], str]:
+        """At most so many counts, each of one or several powers, and where the first begins and the last ends."""
+        first, last = self.histogram[0][0], self.histogram[-1][0]
+        step = -(-(last - first + 1) // columns)
+        counts = [0] * ((last - first) // step + 1)
+        for power, number in self.histogram:
+            counts[(power - first) // step] += number
+        return f"2^{first}", counts, f"2^{last + 1}"
+
+    @property
+    def words(self) -> Line:
+        """The bars."""
+        start, counts, end = self.counts(_COLUMNS)
+        most = max(counts)
+        bars = "".join(_BARS[number * (len(_BARS) - 1) // most] if number else GLUE for number in counts)
+        return (f"{start} ", "dim"), (bars, ""), (f" {end}", "dim")
+
+
+Cell = Words | Plot
+
 GLUE = "\u00a0"
 """A non-breaking space. Only reports use it: in names it is escaped."""
 
 PIPE_WIDTH = 100
 """The width of prose if the width of the reader is unknown. Names and tables are not truncated then."""
 
+_BARS = "▁▂▃▄▅▆▇█"
+_COLUMNS = 16  # bars of a plot
 _LEAST_NAME = 30  # columns are dropped before names are truncated to less than this;
 _LEAST = 10  # when there are none left to drop, names are truncated down to this
 _WORD = regex(r" +|[^ ]+ *")
@@ -137,26 +165,77 @@ class Table(NamedTuple):
 
     Columns ``right`` are right-aligned; in columns ``dim``, and in ``titles``, text without a role is dim. On a narrow
     terminal, cells in columns ``shrinks`` are truncated in the middle; before they get too short, columns ``drops`` are
-    left out; both in the order given.
+    left out; both in the order given. Text shows the ``most`` first rows, and says how many more there are.
     """
 
-    rows: Sequence[Sequence[Words]]
+    rows: Sequence[Sequence[Cell]]
     right: Collection[int] = ()
     dim: Collection[int] = ()
     titles: Sequence[str] = ()
     shrinks: tuple[int, ...] = (0,)
     drops: tuple[int, ...] = ()
     indent: int = 2
+    most: int | None = None
 
 
-Block = Prose | Table
+class Heading(NamedTuple):
+    """The title of a section, which a blank line precedes."""
+
+    text: str
+    note: str = ""
+
+
+class Item(NamedTuple):
+    """Blocks about one thing, such as a finding, and its role."""
+
+    role: str
+    blocks: Sequence[Block]
+
+
+class Link(NamedTuple):
+    """A part of a chain: a sign for its state, its name, what is known about it, and lines below that."""
+
+    sign: Span
+    name: str
+    words: Line
+    below: Sequence[Line] = ()
+
+
+class Chain(NamedTuple):
+    """Parts that depend on each other, in groups with titles. The last group depends on all others."""
+
+    groups: Sequence[tuple[str, Sequence[Link]]]
+    width: int = 0  # of the names, in text
+
+
+class Tiles(NamedTuple):
+    """Many things of a kind, each with its role and a few words about it. A page shows them as coloured squares."""
+
+    tiles: Sequence[tuple[str, str, str]]
+
+
+Block = Prose | Table | Heading | Item | Chain | Tiles
 
 BLANK = Prose(())
 
 
+class Rows(Sequence[Sequence[Cell]]):
+    """The rows of a table of many things, made when they are shown."""
+
+    def __init__(self, things: Sequence[Any], cells: Callable[[Any], Sequence[Cell]]) -> None:
+        self._things, self._cells = things, cells
+
+    def __len__(self) -> int:
+        return len(self._things)
+
+    def __getitem__(self, place: Any) -> Any:
+        things = self._things[place]
+        return [*map(self._cells, things)] if isinstance(place, slice) else self._cells(things)
+
+
 def heading(text: str, note: str = "") -> tuple[Block, ...]:
-    """A blank line and the title of a section."""
-    return BLANK, Prose(((text, "strong"), (f"  {note}" if note else "", "dim")))
+    """The title of a section."""
+    return (Heading(text, note),)
 
 
 def tally(total: int, read: int, bad: int, problem: str = "with a problem", hint: str = "") -> tuple[Block, ...]:
@@ -199,6 +278,11 @@ def plain(line: Line) -> str:
     return "".join(text for text, _ in line).rstrip()
 
 
+def text_of(words: Words) -> str:
+    """The words without their roles."""
+    return words if isinstance(words, str) else "".join(text for text, _ in words)
+
+
 def _coloured(line: Line) -> str:
     """The text of a line with escape codes for the roles, without trailing spaces."""
     out: list[str] = []
@@ -216,7 +300,29 @@ def layout(blocks: Iterable[Block], style: Style) -> Iterator[Line]:
     ['> a b', '  c']
     """
     for block in blocks:
-        yield from _folded(block, style) if isinstance(block, Prose) else _aligned(block, style)
+        if isinstance(block, Prose):
+            yield from _folded(block, style)
+        elif isinstance(block, Table):
+            yield from _aligned(block, style)
+        elif isinstance(block, Item):
+            yield from layout(block.blocks, style)
+        else:
+            yield from layout(_lines_of(block), style)
+
+
+def _lines_of(block: Heading | Chain | Tiles) -> Iterator[Block]:
+    """What a page draws, as lines of text."""
+    if isinstance(block, Heading):
+        yield BLANK
+        yield Prose(((block.text, "strong"), (f"  {block.note}" if block.note else "", "dim")))
+    elif isinstance(block, Chain):
+        links = [link for _, group in block.groups for link in group]
+        for (sign, role), name, words, below in links:
+            dim = "dim" if sign == "–" else ""
+            yield Prose(words, lead=(("  ", ""), (f"{sign} ", role), (f"{name:<{block.width}}  ", dim)))
+            yield from (Prose(line, lead=" " * (block.width + 6)) for line in below)
+    else:
+        yield Prose(", ".join(name for name, _, _ in block.tiles))
 
 
 def cells(text: str) -> int:
@@ -240,8 +346,9 @@ def _length(line: Line) -> int:
     return sum(cells(text) for text, _ in line)
 
 
-def _encodable(words: Words, style: Style, role: str = "") -> Line:
+def _encodable(cell: Cell, style: Style, role: str = "") -> Line:
     """The words in characters the stream can encode; glue is kept, since it becomes a space later."""
+    words = cell.words if isinstance(cell, Plot) else cell
     line = ((words, role),) if isinstance(words, str) else words
     return tuple((GLUE.join(map(style.text, text.split(GLUE))), role) for text, role in line)
 
@@ -280,9 +387,10 @@ def _part(line: Line, start: int, end: int) -> Iterator[Span]:
 
 
 def _aligned(table: Table, style: Style) -> Iterator[Line]:
-    roles = ["dim" if column in table.dim else "" for column in range(max(map(len, table.rows), default=0))]
+    listed = table.rows[: table.most]
+    roles = ["dim" if column in table.dim else "" for column in range(max(map(len, listed), default=0))]
     rows = [[_encodable(cell, style, "dim") for cell in table.titles]] if table.titles else []
-    rows += ([_encodable(cell, style, role) for cell, role in zip(row, roles, strict=False)] for row in table.rows)
+    rows += ([_encodable(cell, style, role) for cell, role in zip(row, roles, strict=False)] for row in listed)
     columns = range(max(map(len, rows), default=0))
     widths = [min(_WIDEST, max(_length(row[c]) for row in rows if c < len(row))) for c in columns]
     shown = [c for c in columns if widths[c]]
@@ -309,6 +417,8 @@ def _aligned(table: Table, style: Style) -> Iterator[Line]:
             out.append(("  " if place else "", ""))
             out.extend((pad, *cell) if column in table.right else (*cell, pad))
         yield tuple(out)
+    if more := len(table.rows) - len(listed):
+        yield ((style.text(f"  … and {more:,} more; --json lists all of them"), "dim"),)
 
 
 def _shrunk(cell: Line, width: int, dots: str) -> Line:

@@ -1,5 +1,5 @@
-// The interactive half of the report. Names come from the file that was inspected, which nobody vouches for: they are
-// drawn on a canvas or become textContent, and never markup.
+// The report of a checkpoint: a map of its bytes, the list of its tensors, and the layout of its files. It follows
+// page.js, which has what other reports have, too.
 
 const MOST_BOXES = 2000, LEAST_BOX = 64, MOST_CHILDREN = 600, MOST_STRIPS = 64, COLOURS = 7;
 const UNITS = ["B", "kB", "MB", "GB", "TB", "PB"];
@@ -9,21 +9,8 @@ const size = bytes => {
   for (; bytes >= 999.5 && unit < 5; unit++) bytes /= 1000;
   return bytes.toFixed(!unit || bytes >= 99.95 ? 0 : bytes >= 9.995 ? 1 : 2) + " " + UNITS[unit];
 };
-const count = number => number.toLocaleString("en");
 const tensors = number => `${count(number)} ${number === 1 ? "tensor" : "tensors"}`;
 const sum = (things, value) => things.reduce((total, thing) => total + value(thing), 0);
-const element = (tag, name = "", ...inside) => {
-  const made = document.createElement(tag);
-  made.className = name;
-  made.append(...inside);
-  return made;
-};
-const button = (text, act) => {
-  const made = element("button", "", text);
-  made.type = "button";
-  made.onclick = act;
-  return made;
-};
 const legend = (parent, entries) => parent.replaceChildren(...entries.map(([colour, text]) => {
   const swatch = element("i");
   swatch.style.background = `var(--${colour})`;
@@ -53,12 +40,6 @@ const penOf = (canvas, height) => {
 };
 
 // -- the data: pieces are storages and other records, rows are tensors; html_report.columns describes what comes in
-
-const unpack = async script => {
-  if (script.type === "application/json") return JSON.parse(script.textContent);
-  const bytes = Uint8Array.from(atob(script.textContent), character => character.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
-};
 
 const read = ({ pieces: given, tensors: named, kinds, parts, files, bytes: length, storages }) => {
   let end = 0, place = -1;
@@ -138,7 +119,7 @@ const explore = (card, { rows, files }) => {
   const [canvas, input, crumbs, choices] = ["canvas", "input", ".crumbs", ".switch"].map(part => card.querySelector(part));
   const fields = ["name", "dtype", "shape", "bytes", "device", "offset", "file", "notes"].filter((field, i) =>
     i < 4 || rows.some(row => row[field] !== rows[0][field]));
-  let trail, colours, boxes, shown, sorted = "", down = false;
+  let trail, colours, boxes, shown;
 
   const divideBy = way => {
     const kind = way === "module" ? "dtype" : way;
@@ -232,69 +213,27 @@ const explore = (card, { rows, files }) => {
     if (key === "Escape" && trail.length > 1 && trail.pop()) choose();
   };
 
-  // Only the rows in sight are in the page.
-  const sheet = element("div", "window"), filler = element("div", "filler", sheet), body = element("div", "body", filler);
-  const head = element("div", "row head", ...fields.map(field => {
-    const made = button(field, () => {  // once, in the other direction, not at all
-      const larger = field === "bytes";
-      if (sorted !== field) [sorted, down] = [field, larger];
-      else if (down === larger) down = !down;
-      else sorted = "";
-      choose();
-    });
-    made.className = "f-" + field;
-    return made;
-  }));
-  const cellOf = (row, field) => {
-    const value = row[field], text = field === "bytes" ? size(value) : field === "offset" ? value < 0 ? "" : count(value) : value;
-    const cell = element("span", "f-" + field, text || (field === "name" ? '""' : ""));
-    cell.role = "cell";
-    return cell;
-  };
-  let frame = 0;
-  const paint = () => {
-    const high = parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--row"));
-    filler.style.height = shown.length * high + "px";
-    const first = Math.max(0, Math.floor(body.scrollTop / high) - 10);
-    const last = Math.ceil((body.scrollTop + body.clientHeight) / high) + 10;
-    sheet.style.transform = `translateY(${first * high}px)`;
-    sheet.replaceChildren(...shown.slice(first, last).map((row, i) => {
-      const line = element("div", (first + i) % 2 ? "row odd" : "row", ...fields.map(field => cellOf(row, field)));
-      line.role = "row";
-      line.ariaRowIndex = first + i + 1;
-      line.onclick = () => detail(row);
-      return line;
-    }));
-    body.ariaRowCount = shown.length;
-    frame = 0;
-  };
-  body.onscroll = () => frame ||= requestAnimationFrame(paint);
-  body.tabIndex = 0;
-  body.role = "table";
-  body.ariaLabel = "Tensors";
-  card.querySelector(".table").append(head, body);
-  card.style.setProperty("--columns", fields.map((field, i) => `minmax(0,${[4, 1, 1.2][i] ?? 1}fr)`).join(" "));
+  const { show, paint } = list(card.querySelector(".table"), fields.map((name, i) => ({
+    name, kind: "f-" + name, isLarge: name === "bytes", wide: [4, 1, 1.2][i] ?? 1, value: row => row[name],
+    cell: ({ [name]: value }) => name === "bytes" ? size(value) : name === "offset" ? value < 0 ? "" : count(value) :
+      value || (name === "name" ? '""' : ""),
+  })), "Tensors", row => detail(row));
 
   const detail = row => {
     const others = [...new Set(row.held.flatMap(piece => piece.rows))].filter(other => other !== row);
     const facts = { tensor: row.name, is: [row.dtype, row.shape, row.device, size(row.bytes), row.notes].filter(Boolean).join(", "),
       "bytes in": row.held.slice(0, 20).map(piece => `${files[piece.file][0]} ${piece.name}`.trim()).join(", "),
       "from byte": row.offset < 0 ? "" : count(row.offset), "shares with": others.slice(0, 20).map(other => other.name).join(", ") };
-    const list = Object.entries(facts).filter(([, text]) => text).flatMap(([name, text]) => [element("dt", "", name), element("dd", "", text)]);
     const panel = card.querySelector(".detail");
-    panel.replaceChildren(element("dl", "", ...list), button("Close", () => panel.replaceChildren()));
+    panel.replaceChildren(described(Object.entries(facts).filter(([, text]) => text)), button("Close", () => panel.replaceChildren()));
   };
 
   const choose = () => {
-    const words = input.value.toLowerCase().split(/\s+/), order = new Intl.Collator("en", { numeric: true }).compare;
+    const words = input.value.toLowerCase().split(/\s+/);
     for (const row of rows) row.match = words.every(word => row.text.includes(word));
     shown = [...new Set(trail.at(-1).items.map(({ row }) => row))].filter(row => row.match);
-    const compare = typeof rows[0][sorted] === "number" ? (a, b) => a - b : order;
-    if (sorted) shown.sort((a, b) => (down ? -1 : 1) * compare(a[sorted], b[sorted]));
-    for (const made of head.children) made.ariaSort = made.textContent !== sorted ? "none" : down ? "descending" : "ascending";
-    body.scrollTop = 0;
     draw();
-    paint();
+    show(shown);
   };
 
   input.oninput = choose;
@@ -367,33 +306,16 @@ const lay = (card, { pieces, files, length }) => {
 
 // -- the page
 
-for (const code of document.querySelectorAll(".tl-fix code")) {
-  const copy = button("Copy", async () => {
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-    } catch {  // not allowed, as in some mail programs
-      getSelection().selectAllChildren(code);
-      document.execCommand("copy");
-    }
-    copy.textContent = "Copied";
-  });
-  copy.classList.add("copy");
-  code.after(copy);
-}
-
 const sections = [...document.querySelectorAll("section.file")], views = new Map();
-const theme = document.getElementById("theme"), dark = matchMedia("(prefers-color-scheme: dark)"), { dataset } = document.documentElement;
-const isDark = () => dataset.theme ? dataset.theme === "dark" : dark.matches;
 const current = () => sections.find(section => "#" + section.id === location.hash) ?? sections[0];
-const redraw = () => {
-  theme.textContent = isDark() ? "Light" : "Dark";
+const drawCurrent = () => {
   for (const draw of views.get(current()) ?? []) draw();
 };
 const show = async () => {
-  const section = current(), script = section.querySelector("script.data");
+  const section = current(), script = section.querySelector(":scope > script.data");
   for (const other of sections) other.hidden = other !== section;
   for (const link of document.querySelectorAll(".files a")) link.ariaCurrent = link.hash === "#" + section.id;
-  if (views.has(section)) return redraw();
+  if (views.has(section)) return drawCurrent();
   views.set(section, []);
   try {
     const data = read(await unpack(script));
@@ -404,18 +326,9 @@ const show = async () => {
       views.get(section).push(make(card, data));
     }
   } catch (error) {
-    section.append(element("p", "card", `This browser cannot show the tensors: ${error.message}`));
+    failed(section, error);
   }
-  dataset.ready = "yes";
-  performance.mark("ready");
 };
 addEventListener("hashchange", show);
-addEventListener("resize", redraw);
-dark.onchange = redraw;
-theme.onclick = () => {
-  dataset.theme = isDark() ? "light" : "dark";
-  redraw();
-};
-theme.hidden = false;
-redraw();
-show();
+draws.push(drawCurrent);
+await show();

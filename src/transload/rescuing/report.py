@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from transload.frozen import Frozen, NamedTuple, Reported
-from transload.render.lines import Block, Prose, Table, as_text, row
+from transload.frozen import Frozen, NamedTuple
+from transload.render import Reported
+from transload.render.lines import Block, Prose, Rows, Table, Words, row
 from transload.render.words import path_text, plural, printable, size
 from transload.rescuing.archive import LostRecord
 from transload.rescuing.bitflips import Repair
@@ -99,9 +100,8 @@ class Rescue(Frozen, Reported):
             "tensors": [{**outcome._asdict(), "why": outcome.why or None} for outcome in self.tensors],
         }
 
-    def __str__(self) -> str:
-        """The report as the command line prints it."""
-        return as_text(report(self))
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
 
 
 def report_path(target: str) -> str:
@@ -119,23 +119,16 @@ def report(rescue: Rescue) -> Iterator[Block]:
         bits = sum(len(repair.bits) for repair in rescue.mends)
         tensors = f", {plural(len(rescue.mended), 'tensor')}" if rescue.mended else ""
         yield row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{tensors}", "trust")
-        repaired = [
-            (f"byte {at:,}", f"{old:#04x} → {new:#04x}", ((sure, _CERTAINTY[sure]),), printable(record) or _NOWHERE)
-            for at, old, new, record, sure in rescue.mends[:_ROWS]
-        ]
-        yield Table(repaired, right=(0, 1), dim=(1, 3), shrinks=(3,), indent=14)
-        yield from _more(len(rescue.mends), "bytes")
+        yield Table(Rows(rescue.mends, _repaired), right=(0, 1), dim=(1, 3), shrinks=(3,), indent=14, most=_ROWS)
     if rescue.lost:
         yield row("lost", _counted(rescue.lost), "bad")
-        lost = [
-            (printable(tensor.name) or '""', size(tensor.nbytes) if tensor.nbytes else "", tensor.why)
-            for tensor in rescue.lost[:_ROWS]
-        ]
-        if all(len(why) <= _SHORT for _, _, why in lost):
-            yield Table(lost, right=(1,), dim=(1, 2), shrinks=(0, 2), drops=(1,), indent=14)
+        if all(len(tensor.why) <= _SHORT for tensor in rescue.lost[:_ROWS]):
+            rows = Rows(rescue.lost, _lost)
+            yield Table(rows, right=(1,), dim=(1, 2), shrinks=(0, 2), drops=(1,), indent=14, most=_ROWS)
         else:  # which rows are lost, which a table would truncate on a narrow terminal
+            lost = map(_lost, rescue.lost[:_ROWS])
             yield from (Prose(((why, "dim"),), lead=((f"    {name}  ", ""),)) for name, _, why in lost)
-        yield from _more(len(rescue.lost), "tensors")
+            yield from _more(len(rescue.lost), "tensors")
     for record in rescue.records[:_ROWS]:
         yield row("lost", f"{printable(record.name)}: {printable(record.why, None)}", "bad")
     yield from _more(len(rescue.records), "records")
@@ -149,6 +142,15 @@ def report(rescue: Rescue) -> Iterator[Block]:
         yield row("report", path_text(rescue.report, None))
     for warning in rescue.warnings:
         yield Prose(((printable(warning, None), ""),), lead=(("! ", "trust"),))
+
+
+def _repaired(repair: Repair) -> tuple[Words, ...]:
+    at, old, new, record, sure = repair
+    return f"byte {at:,}", f"{old:#04x} → {new:#04x}", ((sure, _CERTAINTY[sure]),), printable(record) or _NOWHERE
+
+
+def _lost(tensor: TensorOutcome) -> tuple[str, str, str]:
+    return printable(tensor.name) or '""', size(tensor.nbytes) if tensor.nbytes else "", tensor.why
 
 
 def _more(count: int, what: str) -> Iterator[Block]:

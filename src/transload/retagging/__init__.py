@@ -24,7 +24,7 @@ from transload.format import SAVE_AGAIN
 from transload.formats import read_source
 from transload.formats.zip import CENTRAL, END, LOCAL, find_directory, read_entry
 from transload.formats.zip_writer import central_entry, descriptor, end_of_archive, local_header
-from transload.frozen import Plain, Reported, replace
+from transload.frozen import Plain, replace
 from transload.io import gc_paused, journal
 from transload.io.atomic import target_path
 from transload.io.journal import Change, Changes
@@ -34,7 +34,8 @@ from transload.judge import judge
 from transload.judge.problems import command_lines
 from transload.nodes import Pickle
 from transload.opening import inspect
-from transload.render.lines import Block, Prose, Table, Words, as_text, heading, row
+from transload.render import Reported
+from transload.render.lines import Block, Prose, Table, Words, heading, row
 from transload.render.words import path_text, plural, printable, size
 from transload.retagging.tags import edits_inside, same_but_tags, spliced, tag_edits, tag_of
 
@@ -81,9 +82,8 @@ class Retag(Plain, Reported):
         """Plain data for JSON."""
         return {"schema": 1, **super().to_dict(), "out": self.out or None}
 
-    def __str__(self) -> str:
-        """The report as the command line gives it."""
-        return as_text(report(self))
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
 
 
 def retag(

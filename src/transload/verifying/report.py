@@ -8,11 +8,12 @@ from typing import Any
 
 from transload.findings import Finding, Integrity, rescue_command
 from transload.format import format_of
-from transload.frozen import Frozen, Reported, replace
+from transload.frozen import Frozen, replace
 from transload.opening.damage import Damage
 from transload.opening.digests import Difference, TensorSum
+from transload.render import Reported
 from transload.render.checkpoint import INTEGRITY, findings
-from transload.render.lines import BLANK, Block, Prose, Table, Words, as_text, heading, note, row, tally
+from transload.render.lines import BLANK, Block, Prose, Table, Words, heading, note, row, tally
 from transload.render.words import count, path_text, plural, printable, size
 from transload.steps import has_command
 
@@ -66,9 +67,8 @@ class Verification(Frozen, Reported):
             "differences": [difference.to_dict() for difference in self.differences],
         }
 
-    def __str__(self) -> str:
-        """The report as the command line gives it."""
-        return as_text(report(self))
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
 
 
 def report(verification: Verification, *, hashes: bool = True) -> Iterator[Block]:
@@ -98,7 +98,7 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
     for finding in verification.findings:
         rest = tuple(line for line in finding.evidence if line not in shown)
         yield BLANK
-        yield from next(findings([replace(finding, evidence=rest)]))
+        yield from findings([replace(finding, evidence=rest)])
     # Suggest a rescue if it can help and no finding has suggested it.
     suggested = any(has_command(finding.fix) for finding in verification.findings)
     useless = verification.damaged and all(damage.kind == "broken" for damage in verification.damaged)

@@ -24,7 +24,7 @@ from transload.formats import read_source
 from transload.formats.safetensors import MAX_HEADER, read_safetensors
 from transload.formats.zip import read_index
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_archive, write_checkpoint
-from transload.frozen import Frozen, Reported
+from transload.frozen import Frozen
 from transload.geometry import MAX_DIMENSIONS
 from transload.io import gc_paused
 from transload.io.atomic import refuse_missing_directory, remove_leftovers
@@ -32,7 +32,8 @@ from transload.io.paths import folder_of
 from transload.io.pool import progress_counter
 from transload.io.sources import FileSource, Progress, SourceLike
 from transload.opening.elements import ElementReader
-from transload.render.lines import Block, Prose, as_text, row
+from transload.render import Reported
+from transload.render.lines import Block, Prose, row
 from transload.render.words import path_text, plural, printable, size
 from transload.writing.objects import Leftovers, Omission
 from transload.writing.output import (
@@ -189,9 +190,8 @@ class Conversion(Frozen, Reported):
             "notes": list(self.notes),
         }
 
-    def __str__(self) -> str:
-        """The report as the command line gives it, without colour."""
-        return as_text(report(self))
+    def _blocks(self) -> Iterator[Block]:
+        return report(self)
 
 
 # -- the report
