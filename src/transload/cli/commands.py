@@ -9,7 +9,16 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import chain
 
-from transload.cli.output import finish_retag, for_each, keywords, print_error, show, show_result, write_json
+from transload.cli.output import (
+    finish_retag,
+    for_each,
+    keywords,
+    print_error,
+    show,
+    show_result,
+    write_json,
+    write_page,
+)
 from transload.devices import refuse_unknown
 from transload.errors import CannotReadError, TransloadError, UsageError
 from transload.findings import quoted
@@ -22,17 +31,18 @@ def run_convert(arguments: Namespace) -> int:
     finish_retag(arguments.path)
     if arguments.list:
         candidates = parts(arguments.path)
+        blocks = [*listing(arguments.path, candidates)]
+        code, written = write_page(blocks, arguments, 0)
         if arguments.json:
             write_json([{"schema": 1, "path": arguments.path, "parts": [part._asdict() for part in candidates]}])
         else:
-            show(listing(arguments.path, candidates), arguments.color)
-        return 0
+            show([*blocks, *written], arguments.color)
+        return code
     if arguments.out is None:
         raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
-    options = keywords(arguments, "to key strip dtype optimizer allow_inf max_shard_size verify overwrite")
-    result = convert(arguments.path, arguments.out, **options, progress=not arguments.json)
-    show_result(result, report, arguments)
-    return 0 if result.complete and not result.listed else 1
+    options = keywords(arguments, "to key strip dtype optimizer allow_inf max_shard_size verify")
+    result = convert(arguments.path, arguments.out, **options, overwrite=arguments.force, progress=not arguments.json)
+    return show_result(result, report, arguments, 0 if result.complete and not result.listed else 1)
 
 
 def run_diff(arguments: Namespace) -> int:
@@ -43,8 +53,7 @@ def run_diff(arguments: Namespace) -> int:
         finish_retag(path)
     tolerance = keywords(arguments, "rtol atol")
     result = diff(arguments.a, arguments.b, **tolerance, progress=not arguments.json)
-    show_result(result, report, arguments)
-    return 0 if result.same else 1
+    return show_result(result, report, arguments, 0 if result.same else 1)
 
 
 def run_explain(arguments: Namespace) -> int:
@@ -63,8 +72,7 @@ def run_explain(arguments: Namespace) -> int:
         raise not_a_text(path)
     if not explanation.answers and not explanation.unknown:
         raise UsageError("there is no text to explain", fix="Pipe a log in, or name a file that holds one.")
-    show_result(explanation, report, arguments)
-    return int(not explanation.known)
+    return show_result(explanation, report, arguments, int(not explanation.known))
 
 
 _LOGS = (".txt", ".log", ".err", ".out")
@@ -115,10 +123,9 @@ def run_rescue(arguments: Namespace) -> int:
 
     if arguments.dst is None and not arguments.dry_run:
         raise UsageError("no output file is named", fix="transload rescue SRC DST, or --dry-run to only see the plan.")
-    options = keywords(arguments, "fill dry_run member overwrite")
-    result = rescue(arguments.src, arguments.dst, **options, progress=not arguments.json)
-    show_result(result, report, arguments)
-    return result.exit_code
+    options = keywords(arguments, "fill dry_run member")
+    result = rescue(arguments.src, arguments.dst, **options, overwrite=arguments.force, progress=not arguments.json)
+    return show_result(result, report, arguments, result.exit_code)
 
 
 def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
-from transload.cli.output import print_error, show, show_result
+from transload.cli.output import print_error, refuse_page, show, show_result, write_page
 from transload.errors import CannotReadError, TransloadError, UsageError
 
 if TYPE_CHECKING:
@@ -53,8 +53,10 @@ def run_doctor(arguments: Namespace) -> int:
             near = get_close_matches(code, codes, 3) or [cause for cause in codes if cause[0] == code[:1]][:3]
             hint = f"did you mean {' or '.join(near)}?" if near else "docs/doctor/README.md lists all causes"
             raise UsageError(f"there is no cause {arguments.explain!r}; {hint}")
-        show(page_blocks(page(code)), arguments.color)
-        return 0
+        about = [*page_blocks(page(code))]
+        result, written = write_page(about, arguments, 0)
+        show([*about, *written], arguments.color)
+        return result
     if arguments.compare is not None:
         return _compare(arguments)
     if arguments.gather is not None:
@@ -85,11 +87,13 @@ def run_doctor(arguments: Namespace) -> int:
         if arguments.verbose:
             yield from facts(diagnosis.machine)
 
-    show_result(diagnosis, blocks, arguments)
+    from transload.diagnose.report import drawn, further
+
+    code = int(not diagnosis.ok or bool(arguments.require and not diagnosis.cuda_usable))
+    code = show_result(diagnosis, blocks, arguments, code, drawn=drawn, folded=further(diagnosis))
     if arguments.require and not diagnosis.cuda_usable:
         print_error(UsageError("CUDA is required but not usable here"))
-        return 1
-    return int(not diagnosis.ok)
+    return code
 
 
 def _interpreter(given: str) -> str:
@@ -184,14 +188,14 @@ def _add_reports(reports: dict[str, Diagnosis | str], text: str | TransloadError
 
 
 def _show_comparison(comparison: Comparison, arguments: Namespace) -> int:
-    from transload.diagnose.compare import folded, report
+    from transload.diagnose.compare import drawn, folded, further, report
 
-    show_result(comparison, report, arguments)
+    code = int(not comparison.ok or bool(arguments.require and comparison.without_cuda))
+    code = 2 if comparison.unreadable or not comparison.nodes else code
+    code = show_result(comparison, report, arguments, code, drawn=drawn, folded=further(comparison))
     if arguments.require and comparison.without_cuda:
         print_error(UsageError(f"CUDA is required but not usable on {folded(comparison.without_cuda)}"))
-    if comparison.unreadable or not comparison.nodes:
-        return 2
-    return int(not comparison.ok or bool(arguments.require and comparison.without_cuda))
+    return code
 
 
 def _compare(arguments: Namespace) -> int:
@@ -258,6 +262,8 @@ def _gather(arguments: Namespace) -> int:
     from transload.render.lines import as_text
 
     rank, size, _ = job_of(os.environ)
+    if rank == 0 and arguments.html is not None:  # other ranks write no page, and may have no such folder
+        refuse_page(arguments.html, overwrite=arguments.force)
     seconds = arguments.timeout or PATIENCE
     end = monotonic() + seconds
     with suppress(ValueError):  # not the main thread

@@ -12,7 +12,7 @@ import sys
 TYPE_CHECKING = False  # importing typing takes longer than everything else in --version
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Any, BinaryIO, NoReturn
 
     from transload.checkpoint import Checkpoint
@@ -121,9 +121,14 @@ def _dispatch(argv: list[str]) -> Outcome:
     # With an optional DST, options between SRC and DST need this.
     intermixed = command in ("convert", "rescue")
     arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
+    arguments.command = command
     name = _MODULES.get(command, "commands")
     module = __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
     try:
+        if getattr(arguments, "html", None) is not None and getattr(arguments, "gather", None) is None:
+            from transload.cli.output import refuse_page
+
+            refuse_page(arguments.html, overwrite=arguments.force)  # before anything is done
         code: Outcome = getattr(module, f"run_{command}")(arguments)
     except Exception as error:
         from transload.errors import TransloadError
@@ -192,6 +197,9 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
         parser.add_argument(*(part for part in parts if "=" not in part), **settings, help=text)
     if command not in ("completion", "run"):  # they print no result
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
+        parser.add_argument("--html", metavar="OUT.html", help="also write a report for a browser")
+        if "`--force`" not in options:
+            parser.add_argument("--force", action="store_true", help="let --html replace an existing report")
         parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="when to use colours")
     return parser
 
@@ -291,29 +299,30 @@ def run_inspect(arguments: Namespace) -> int:
     shown = (report, several) if arguments.sarif != "-" else (_nothing, _nothing)
     if arguments.html is None and arguments.sarif is None:
         return for_each(arguments, arguments.paths, examine, *shown)[2]
-    from transload.cli.output import print_error, refuse_page, write_page
+    from transload.cli.output import print_error, refuse_page, write_file
     from transload.errors import TransloadError
     from transload.judge.problems import rules
-    from transload.render.html_report import is_report, page
+    from transload.render.html_report import page
     from transload.render.sarif import document, is_sarif, left_out
 
-    for path, is_ours in ((arguments.html, is_report), (arguments.sarif, is_sarif)):  # before anything is read
-        if path not in (None, "-"):
-            refuse_page(path, is_ours, overwrite=arguments.force)
-    read, errors, code = for_each(arguments, arguments.paths, examine, *shown)
-    try:
+    if arguments.sarif not in (None, "-"):
+        refuse_page(arguments.sarif, is_sarif, overwrite=arguments.force)  # before anything is read
+
+    def write(read: Sequence[Checkpoint], errors: Mapping[str, TransloadError], code: int) -> tuple[int, list[Block]]:
+        written: list[Block] = []
         if arguments.html and read:
-            write_page(arguments.html, page(read, len(arguments.paths)), arguments)
+            code, written = write_file(arguments.html, page(read, len(arguments.paths)), arguments, code)
         if arguments.sarif and (cut := left_out(read)):
             print_error(TransloadError(cut, where=arguments.sarif))
         if arguments.sarif == "-" and sys.stdout is not None:
             sys.stdout.writelines(document(read, errors, rules()))
         elif arguments.sarif not in (None, "-"):
-            write_page(arguments.sarif, document(read, errors, rules()), arguments)
-    except TransloadError as error:  # not as JSON: with a second document, the output cannot be parsed
-        print_error(error)
-        return 2
-    return code
+            pieces = document(read, errors, rules())
+            code, more = write_file(arguments.sarif, pieces, arguments, code, is_sarif)
+            written += more
+        return code, written if arguments.sarif != "-" else []
+
+    return for_each(arguments, arguments.paths, examine, *shown, write=write)[2]
 
 
 def _policy(arguments: Namespace) -> Callable[[Checkpoint], Checkpoint]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transload.errors import TransloadError
     from transload.render.lines import Block
+
+    Report = Callable[[Any], Iterable[Block]]
+    Folded = Iterable[tuple[str, Iterable[Block]]]
 
 
 def keywords(arguments: Namespace, names: str) -> dict[str, Any]:
@@ -26,12 +30,20 @@ def show(blocks: Iterable[Block], colour: str) -> None:
         emit(blocks, sys.stdout, colour)
 
 
-def show_result(result: Any, report: Callable[[Any], Iterable[Block]], arguments: Namespace) -> None:
-    """Write the result of a command: as JSON if requested, else as a report."""
+def show_result(
+    result: Any, report: Report, arguments: Namespace, code: int, *, drawn: Report | None = None, folded: Folded = ()
+) -> int:
+    """Write the result of a command: as JSON if requested, else as a report; and as a page, if one is requested.
+
+    ``drawn`` is the report for the page if it is another one, ``folded`` further reports there. Returns the exit code:
+    ``code``, or 2 if the page cannot be written.
+    """
+    code, written = write_page((drawn or report)(result), arguments, code, folded)
     if arguments.json:
         write_json([result.to_dict()])
     else:
-        show(report(result), arguments.color)
+        show(chain(report(result), written), arguments.color)
+    return code
 
 
 def write_json(documents: Iterable[dict[str, Any]], *, several: bool = False) -> None:
@@ -44,19 +56,24 @@ def write_json(documents: Iterable[dict[str, Any]], *, several: bool = False) ->
 
 def print_error(error: TransloadError) -> None:
     """Print one of our errors to stderr: where and what, and below it what to do, with commands indented."""
-    from transload.render.lines import Prose, emit, style_of
+    from transload.render.lines import emit, style_of
+
+    if sys.stderr is not None:
+        # Into a pipe the lines stay whole, for programs that search them.
+        emit(error_blocks(error, "transload: ", whole=not style_of(sys.stderr).cut), sys.stderr)
+
+
+def error_blocks(error: TransloadError, before: str = "", *, whole: bool = False) -> Iterator[Block]:
+    """One of our errors as a report."""
+    from transload.render.lines import Prose
     from transload.render.words import path_text, printable
     from transload.steps import step_of
 
-    if sys.stderr is None:
-        return
-    piped = not style_of(sys.stderr).cut  # then the lines stay whole, for programs that search them
     where = f"{path_text(error.where, None)}: " if error.where else ""
-    blocks = [Prose(f"transload: {where}{printable(error.what, None)}", whole=piped)]
+    yield Prose(f"{before}{where}{printable(error.what, None)}", whole=whole)
     for line in error.fix.split("\n") if error.fix else ():
         command = step_of(line).kind == "command"
-        blocks.append(Prose(printable(line, None), lead="    " if command else "  ", whole=command or piped))
-    emit(blocks, sys.stderr)
+        yield Prose(printable(line, None), lead="    " if command else "  ", whole=command or whole)
 
 
 def finish_retag(path: str) -> None:
@@ -92,11 +109,13 @@ def for_each(
     several: Callable[[Sequence[Any], int], Iterable[Block]],
     *,
     finish: bool = True,
+    write: Callable[[Sequence[Any], Mapping[str, TransloadError], int], tuple[int, list[Block]]] | None = None,
 ) -> tuple[list[Any], dict[str, TransloadError], int]:
     """Examine each file, print errors, and show the report of one file, a table of several, or JSON.
 
     A file that fails does not stop the others. Returns the results, the errors by path, and the exit code: 1 if
-    something is wrong with a file, 2 if one could not be read.
+    something is wrong with a file, 2 if one could not be read. ``write`` writes the files that were requested, and
+    returns what ``write_file`` does; otherwise the page is that of the reports.
     """
     done: dict[int, Any] = {}
     failed: dict[int, TransloadError] = {}
@@ -113,6 +132,19 @@ def for_each(
             failed[place] = error if isinstance(error, TransloadError) else as_bug(error, shown(path))
             print_error(failed[place])
     results = list(done.values())
+    errors = {shown(paths[place]): error for place, error in failed.items()}
+    code = 2 if failed else int(not all(getattr(result, "ok", True) for result in results))
+    written: list[Block] = []
+    if write is not None:
+        code, written = write(results, errors, code)
+    elif results and arguments.html is not None and len(paths) > 1:
+        from transload.render.lines import Item
+
+        unread = [Item("bad", [*error_blocks(error)]) for error in failed.values()]
+        folded = [(shown(path), report(done[place])) for place, path in enumerate(paths) if place in done]
+        code, written = write_page(chain(several(results, len(paths)), unread), arguments, code, folded)
+    elif results:
+        code, written = write_page(report(results[0]), arguments, code)
     if arguments.json:
         from transload.render.json import error_to_dict
 
@@ -124,15 +156,17 @@ def for_each(
             documents = [{**documents[0], "beside": documents[1:]}]
         write_json(documents, several=len(documents) > 1)
     elif len(paths) > 1:
-        show(several(results, len(paths)), arguments.color)
+        show(chain(several(results, len(paths)), written), arguments.color)
     elif results:
-        show(report(results[0]), arguments.color)
-    errors = {shown(paths[place]): error for place, error in failed.items()}
-    return results, errors, 2 if failed else int(not all(getattr(result, "ok", True) for result in results))
+        show(chain(report(results[0]), written), arguments.color)
+    return results, errors, code
 
 
-def refuse_page(path: str, is_report: Callable[[bytes], bool], *, overwrite: bool) -> None:
-    """Refuse a path where no report can be written. ``--force`` replaces only reports: it may be a checkpoint."""
+def refuse_page(path: str, is_report: Callable[[bytes], bool] | None = None, *, overwrite: bool) -> None:
+    """Refuse a path where no report can be written. ``--force`` replaces only reports: it may be a checkpoint.
+
+    ``is_report`` says whether a file that starts with some bytes is one; without it, of HTML.
+    """
     from transload.errors import UsageError
     from transload.io.atomic import refuse_missing_directory, target_path
     from transload.io.sources import FileSource
@@ -144,25 +178,53 @@ def refuse_page(path: str, is_report: Callable[[bytes], bool], *, overwrite: boo
         if not overwrite:
             raise UsageError("already exists", where=path, fix="Replace it with --force, or choose another name.")
         if os.path.exists(target):
+            from transload.render.html_report import is_report as is_page
+
             source = FileSource(target)
             try:
                 start = source.read(0, min(source.size, 256))
             finally:
                 source.close()
-            if not is_report(bytes(start)):
+            if not (is_report or is_page)(bytes(start)):
                 what = "it is not a report, and --force replaces only reports"
                 raise UsageError(what, where=path, fix="Choose another name.")
     refuse_missing_directory(target)
 
 
-def write_page(path: str, pieces: Iterable[str], arguments: Namespace) -> None:
-    """Write a report, whole or not at all, and say so."""
+def write_page(
+    blocks: Iterable[Block], arguments: Namespace, code: int, folded: Folded = ()
+) -> tuple[int, list[Block]]:
+    """Write the page that was requested, if one was; return what ``write_file`` returns."""
+    if arguments.html is None:
+        return code, []
+    from transload.render.html_report import page_of
+
+    return write_file(arguments.html, page_of(blocks, arguments.command, folded), arguments, code)
+
+
+def write_file(
+    path: str,
+    pieces: Iterable[str],
+    arguments: Namespace,
+    code: int,
+    is_report: Callable[[bytes], bool] | None = None,
+) -> tuple[int, list[Block]]:
+    """Write a page or another report, whole or not at all.
+
+    Returns the exit code, which is 2 if that failed, and what to say below the report on the terminal. It is written
+    before that is shown, since whoever reads it may close the pipe.
+    """
+    from transload.errors import TransloadError
     from transload.io.atomic import AtomicFile
     from transload.render.lines import BLANK, note
     from transload.render.words import path_text, size
 
     data = "".join(pieces).encode("utf-8")
-    with AtomicFile(path) as file:
-        file.write([data])
-    if not arguments.json and getattr(arguments, "sarif", None) != "-":
-        show([BLANK, note(f"{path_text(path, None)} written: {size(len(data))}")], arguments.color)
+    try:
+        refuse_page(path, is_report, overwrite=arguments.force)  # the command may have written a file there
+        with AtomicFile(path) as file:
+            file.write([data])
+    except TransloadError as error:  # not as JSON: with a second document, the output cannot be parsed
+        print_error(error)
+        return 2, []
+    return code, [BLANK, note(f"{path_text(path, None)} written: {size(len(data))}")]
