@@ -145,9 +145,9 @@ def test_many_items_are_opened_when_they_are_read(tmp_path: Path, monkeypatch: p
     reads: list[int] = []
     readinto = FileSource.readinto
 
-    def counting(self: FileSource, offset: int, buffer: memoryview) -> int:
+    def counting(self: FileSource, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
         reads.append(len(buffer))
-        return readinto(self, offset, buffer)
+        return readinto(self, offset, buffer, ahead=ahead)
 
     with open_(folder) as handle:
         before = handle.slice("w3")
