@@ -84,7 +84,7 @@ def test_file_is_not_read_with_one_core(
     cores: int, blob: bytes, blob_path: Path, cuda: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if cores == 1:
-        monkeypatch.setattr(FileSource, "readinto", lambda *_: pytest.fail("the file is read"))
+        monkeypatch.setattr(FileSource, "readinto", lambda *_, **__: pytest.fail("the file is read"))
     check_transfer(blob_path, blob, LARGE, cuda)
     assert cuda.calls["pin"] <= 2 * (cores - 1)
 
