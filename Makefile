@@ -5,6 +5,7 @@ PYTHON ?= python3
 JOBS ?= 3
 VENV := .venv
 CUDA_VENV := .venv-cuda
+INTEGRATIONS_VENV := .venv-integrations
 MATRIX := 2.1 2.6 2.15
 REQUIREMENTS := requirements/test.txt
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-windows test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench docs format zipapp clean
+.PHONY: help demo test test-windows test-integrations test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench docs format zipapp clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -35,6 +36,9 @@ test: ## Check style and types, and run every test
 
 test-windows: ## Run the tests that make sense there with a Windows Python and torch, under Wine: 1 GB, in ~/.cache
 	@$(NEW_ENOUGH); $(PYTHON) scripts/windows.py
+
+test-integrations: ## Run the tests with Lightning, transformers and accelerate: 1 GB, in .venv-integrations
+	@$(NEW_ENOUGH); VENV='$(INTEGRATIONS_VENV)' $(PYTHON) scripts/make.py test-integrations
 
 test-cuda-build: ## Run every test with a torch built with CUDA, in .venv-cuda: several GB, no GPU
 	$(MAKE) suite-with-cuda VENV=$(CUDA_VENV) REQUIREMENTS=requirements/cuda-build.txt
@@ -88,5 +92,5 @@ zipapp: ## Write dist/transload.pyz: one file, runs anywhere without an installa
 	$(PYTHON) scripts/build_zipapp.py dist/transload.pyz
 
 clean: ## Remove everything made here
-	rm -rf $(VENV) $(CUDA_VENV) $(MATRIX:%=.venv-matrix-%) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(CUDA_VENV) $(INTEGRATIONS_VENV) $(MATRIX:%=.venv-matrix-%) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,8 @@ HEAD = """\
 # Python API
 
 The public names of transload; all other names may change. Importing transload is fast, since each name is loaded when
-it is first used. Only `load`, `load_into`, `open`, `save`, `save_async` and `CheckpointReader` import torch.
+it is first used. Only `load`, `load_into`, `open`, `save`, `save_async` and the classes for other libraries import
+torch.
 
 Returned objects are frozen. `print` shows the report of the command, `to_dict()` returns its JSON.
 
@@ -34,10 +35,11 @@ This page is written by `scripts/api_page.py` from the docstrings.
 """
 PAGES = {"load": "loading.md#load", "open": "loading.md#open", "load_into": "loading.md#load_into"}
 PAGES |= {"prefetch": "loading.md#prefetch"}
+PAGES |= {"LightningCheckpointIO": "integrations.md#lightning"}
 PAGES |= {"CheckpointReader": "ranks.md", "save": "save.md#save", "save_async": "save.md#save_async"}
 COMMANDS = ("check", "convert", "diff", "doctor", "explain", "inspect", "rescue", "retag", "verify")
 PAGES |= {name: f"{name}.md" for name in COMMANDS} | {"patch": "run.md", "unpatch": "run.md"}
-PLUGINS = ("CheckpointReader",)
+PLUGINS = ("CheckpointReader", "LightningCheckpointIO")
 """Classes that users make, and pass to another library."""
 ERRORS = """\
 ## Errors
@@ -143,8 +145,9 @@ def signature(callee: Callable[..., Any]) -> str:
     parsed = inspect.signature(callee)
     head, lines = f"transload.{callee.__name__}(", [""]
     arguments = [plain(str(item)) for item in parsed.replace(return_annotation=parsed.empty).parameters.values()]
-    if star := next((at for at, item in enumerate(parsed.parameters.values()) if item.kind is item.KEYWORD_ONLY), 0):
-        arguments.insert(star, "*")
+    kinds = [item.kind for item in parsed.parameters.values()]
+    if inspect.Parameter.KEYWORD_ONLY in kinds:
+        arguments.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     for argument in arguments:
         if lines[-1] and len(head) + len(lines[-1]) + len(argument) > WIDTH - 3:
             lines.append("")

@@ -2,11 +2,13 @@
 
 Usage: python scripts/make.py demo           # as make demo
        python scripts/make.py test           # as make test; on Windows, the tests that make sense there
+       python scripts/make.py test-integrations
+                                             # as make test-integrations
        python scripts/make.py install KIND   # demo, suite, test, bench or docs: into .venv, unless that is done
 
-It needs only Python 3.10 or newer and pip. Everything is installed into .venv, and nothing outside this folder is
-touched. VENV names another environment, REQUIREMENTS another file than requirements/test.txt, JOBS a number of
-processes.
+It needs only Python 3.10 or newer and pip. Everything is installed into .venv (test-integrations: .venv-integrations),
+and nothing outside this folder is touched. VENV names another environment, REQUIREMENTS another file than
+requirements/test.txt, JOBS a number of processes.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from pathlib import Path
 from threading import Thread
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / os.environ.get("VENV", ".venv")
-REQUIREMENTS = os.environ.get("REQUIREMENTS", "requirements/test.txt")
+INTEGRATIONS = sys.argv[1:] == ["test-integrations"]
+VENV = ROOT / os.environ.get("VENV", ".venv-integrations" if INTEGRATIONS else ".venv")
+REQUIREMENTS = os.environ.get("REQUIREMENTS", f"requirements/{'integrations' if INTEGRATIONS else 'test'}.txt")
 WINDOWS = os.name == "nt"
 PYTHON = VENV / ("Scripts/python.exe" if WINDOWS else "bin/python")
 JOBS = os.environ.get(
@@ -55,6 +58,9 @@ def main(arguments: list[str]) -> int:
             return demo()
         if arguments == ["test"]:
             return test()
+        if arguments == ["test-integrations"]:
+            install("test")
+            return pytest("tests/integrations", "tests/test_blocks.py", "-k", "integrations")
         if arguments[:1] == ["install"] and arguments[1:] and set(arguments[1:]) <= INPUTS.keys():
             for kind in arguments[1:]:
                 install(kind)

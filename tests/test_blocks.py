@@ -2,7 +2,8 @@
 
 Blocks run in a folder with the files that they name. An HTML comment before a block, which readers do not see, holds
 what else the test needs to know: ``<!-- not run: needs a GPU -->``, ``<!-- exits with 1 -->``, ``<!-- saved as a.py
--->``. Blocks that cannot be run, a synopsis or a signature, are compared with the program in test_synopses.py.
+-->``, or a package without which the block is left out, ``<!-- needs lightning -->``. Blocks that cannot be run, a
+synopsis or a signature, are compared with the program in test_synopses.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import redirect_stderr, redirect_stdout
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,7 @@ PAGES_THAT_RUN = [page for page in PAGES if {block.kind for block in blocks_of(p
 @pytest.mark.skipif(shutil.which("sh") is None, reason="needs a POSIX shell")
 @pytest.mark.parametrize("page", PAGES_THAT_RUN, ids=[page.stem for page in PAGES_THAT_RUN])
 def test_blocks_do_what_the_page_says(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent: dict[str, None] = {}
     doctor, machine = transload.diagnose.doctor, healthy() if page.name == "api.md" else README_MACHINE
     monkeypatch.setattr(transload, "doctor", lambda *_, **__: judge_machine(machine))
     monkeypatch.setattr(transload.diagnose, "doctor", lambda python="", **_: doctor(python, torch=False))
@@ -104,6 +107,9 @@ def test_blocks_do_what_the_page_says(page: Path, folder: Path, monkeypatch: pyt
             section = block.section
             lay_out(folder, page.name, section)
         if block in NOT_RUN or (RELEASE < (2, 3) and "dcp.load(" in block.text):
+            continue
+        if block.note.startswith("needs ") and find_spec(block.note.removeprefix("needs ")) is None:
+            absent[block.note.removeprefix("needs ")] = None
             continue
         if block.note.startswith("saved as "):
             (folder / block.note.removeprefix("saved as ")).write_text(block.text, encoding="utf-8")
@@ -115,6 +121,8 @@ def test_blocks_do_what_the_page_says(page: Path, folder: Path, monkeypatch: pyt
         assert [*deviations] == [], block.place
         for future in (value for value in names.values() if isinstance(value, Future)):
             future.result()  # before the test leaves this folder
+    if absent:
+        pytest.skip(f"the other blocks need {', '.join(absent)}: make test-integrations")
 
 
 def prelude() -> dict[str, Any]:
@@ -245,6 +253,8 @@ def program(block: Block, names: dict[str, Any]) -> Iterator[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", transload.LandingWarning)
             warnings.filterwarnings("ignore", "torch.distributed is")  # not initialized: there is one process
+            if block.note.startswith("needs "):  # the package gives advice by warnings
+                warnings.simplefilter("ignore")
             if not isinstance(node, ast.Expr):
                 exec(compile(ast.Module([node], []), block.place, "exec"), names)  # noqa: S102
                 continue
@@ -277,7 +287,9 @@ def test_every_comment_is_right_before_a_block_and_understood() -> None:
     for page in PAGES:
         notes = re.findall(r"^<!-- (.+) -->$", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert notes == [block.note for block in blocks_of(page) if block.note]
-        assert [note for note in notes if not note.startswith(("not run: ", "exits with ", "saved as "))] == []
+        assert [
+            note for note in notes if not note.startswith(("not run: ", "needs ", "exits with ", "saved as "))
+        ] == []
 
 
 def test_blocks_of_every_kind_are_found() -> None:

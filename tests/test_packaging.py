@@ -48,6 +48,7 @@ ROOMS: dict[str, set[str]] = {
     "checking": _FILES | {"diagnose", "loading"},
     "explaining": _FILES | {"diagnose", "loading", "checking"},
     "patching": _FILES | {"loading", "explaining"},
+    "integrations": {"io", "loading", "saving"},
 }
 
 ALLOWED_ROOMS = {
@@ -55,6 +56,7 @@ ALLOWED_ROOMS = {
     "saving": "torch",
     "opening": "numpy",
     "patching": "torch",
+    "integrations": "fsspec",
 }
 # Programs that import torch in a child process, with the interpreter that is examined.
 ALLOWED = {

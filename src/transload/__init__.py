@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # `as` with the same name makes a name public for type checke
     from transload.explaining import Explanation as Explanation
     from transload.explaining import explain as explain
     from transload.findings import Finding as Finding
+    from transload.integrations.lightning import LightningCheckpointIO as LightningCheckpointIO
     from transload.loading import load as load
     from transload.loading.dcp_reader import CheckpointReader as CheckpointReader
     from transload.loading.handles import open as open  # noqa: A004 - transload.open, beside transload.load
@@ -63,6 +64,7 @@ _NAMES = {
     "transload.diagnose.report": "Diagnosis",
     "transload.explaining": "Explanation explain",
     "transload.findings": "Finding",
+    "transload.integrations.lightning": "LightningCheckpointIO",
     "transload.loading": "load",
     "transload.loading.dcp_reader": "CheckpointReader",
     "transload.loading.handles": "open",
