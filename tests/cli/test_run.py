@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +16,15 @@ from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from jsonschema import ValidationError
 from tests import forks
+from tests.schema import validate
 
 import transload
 from transload.cli.main import main
 
 SOURCE = Path(transload.__file__).parent.parent
+SCHEMA = Path(__file__).parent.parent.parent / "docs" / "run.schema.json"
 ENV = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUTF8": "1", "NO_COLOR": "1"}
 RUN = ("-m", "transload", "run")
 
@@ -362,3 +368,138 @@ def test_usage_errors_are_reported(arguments: list[str], expected: str, tmp_path
     result = start(*RUN, *arguments, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (2, "")
     assert expected in result.stderr
+
+
+# -- in CI: --strict and --json
+
+CHANGED = """\
+import torch
+
+torch.zeros(2, device="cuda:5")
+torch.zeros(2, device="cuda:5")
+"""
+CHILD = """\
+import atexit, multiprocessing, os, sys, threading, torch
+
+def child():
+    torch.zeros(1, device="cuda:6")
+    os._exit(0)
+
+def late():
+    torch.zeros(1, device="cuda:7")
+
+def later():
+    torch.zeros(1, device="cuda:8")
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=child)
+    process.start()
+    process.join()
+    atexit.register(later)
+    threading.Timer(0.2, late).start()
+"""
+
+
+def run_program(text: str, *options: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with torch under ``transload run``; further options of its own come after ``x.py``."""
+    pytest.importorskip("torch")
+    (cwd / "x.py").write_text(text, encoding="utf-8")
+    program = () if "x.py" in options else ("x.py",)
+    return forks.run(*RUN, *options, *program, cwd=cwd, env={**ENV, "CUDA_VISIBLE_DEVICES": "", **environ})
+
+
+def test_strict_lists_what_was_changed_and_exits_with_1(tmp_path: Path) -> None:
+    result = run_program(CHANGED, "--strict", cwd=tmp_path)
+    assert result.returncode == 1
+    expected = "transload run --strict: the program does not run here as it is:\n  x.py:3: cuda:5 → cpu\n"
+    assert result.stderr.endswith(expected)
+    asked = run_program("import torch\nprint(torch.cuda.is_available())", "--strict", "--pretend-cuda", cwd=tmp_path)
+    assert (asked.returncode, asked.stdout) == (1, "True\n")
+    assert "  x.py:2: torch.cuda.is_available() pretended that there is a GPU\n" in asked.stderr
+
+
+@pytest.mark.parametrize("text", ["import torch\ntorch.zeros(2, device='cpu')", "import sys\nsys.exit()", "print(1)"])
+def test_strict_accepts_a_program_that_runs_as_it_is(text: str, tmp_path: Path) -> None:
+    result = run_program(text, "--strict", cwd=tmp_path)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_program_that_fails_keeps_its_exit_code(tmp_path: Path) -> None:
+    for end, code in {"import sys; sys.exit(3)": 3, "raise ValueError": 1, "import sys; sys.exit('no')": 1}.items():
+        (tmp_path / "out.json").unlink(missing_ok=True)
+        result = run_program(f"{CHANGED}{end}\n", "--strict", "--json", "out.json", cwd=tmp_path)
+        assert result.returncode == code
+        assert "  x.py:3: cuda:5 → cpu\n" in result.stderr
+        expected = None if "raise" in end else code
+        assert json.loads((tmp_path / "out.json").read_text(encoding="ascii"))["exit_code"] == expected
+
+
+@pytest.mark.parametrize("how", multiprocessing.get_all_start_methods())
+def test_changes_in_children_and_at_the_end_are_listed(how: str, tmp_path: Path) -> None:
+    before = os.listdir(tempfile.gettempdir())
+    result = run_program(CHILD, "--strict", "--json", "-", "x.py", how, cwd=tmp_path)
+    assert result.returncode == 1, result.stderr
+    changes = json.loads(result.stdout.splitlines()[-1])["changes"]
+    assert sorted((row["what"], row["where"]) for row in changes) == [
+        ("cuda:6", "x.py:4"),
+        ("cuda:7", "x.py:8"),
+        ("cuda:8", "x.py:11"),
+    ]
+    left = [name for name in set(os.listdir(tempfile.gettempdir())) - {*before} if name.endswith(".jsonl")]
+    assert left == []
+
+
+def test_json_has_what_was_changed(tmp_path: Path) -> None:
+    result = run_program(f"{CHANGED}torch.cuda.get_device_name()", "--json", "out.json", cwd=tmp_path)
+    assert result.returncode == 0
+    document = json.loads((tmp_path / "out.json").read_text(encoding="ascii"))
+    validate(document, SCHEMA)
+    assert document == {
+        "schema": 1,
+        "path": "x.py",
+        "ok": False,
+        "exit_code": 0,
+        "changes": [
+            {"kind": "device", "what": "cuda:5", "instead": "cpu", "where": "x.py:3"},
+            {"kind": "device", "what": "cuda", "instead": "cpu", "where": "x.py:5"},
+            {"kind": "answered", "what": "torch.cuda.get_device_name", "instead": "", "where": "x.py:5"},
+        ],
+    }
+    with pytest.raises(ValidationError):
+        validate({**document, "error": {}}, SCHEMA)
+    result = run_program("print('no newline', end='\\n')", "--json", "-", "--quiet", cwd=tmp_path)
+    first, last = result.stdout.splitlines()
+    assert (first, json.loads(last)["ok"]) == ("no newline", True)
+
+
+def test_each_rank_of_a_launcher_writes_its_own_json(tmp_path: Path) -> None:
+    run_program("import os; os.chdir('/')", "--json", "out.json", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.rank1.json"]
+
+
+def test_json_replaces_only_earlier_reports_and_only_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_program("print(1)", "--json", "out.json", cwd=tmp_path).returncode == 0
+    assert run_program("print(1)", "--json", "out.json", "--force", cwd=tmp_path).returncode == 0
+    for arguments, expected in {
+        ("out.json",): "already exists",
+        ("x.py", "--force"): "is not a report",
+        ("absent/out.json",): "mkdir -p",
+        ("absent/out.json", "--force"): "mkdir -p",
+        (".",): "it is a directory",
+    }.items():
+        assert main(["run", "--json", *arguments, "x.py"]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert expected in output.err
+    assert main(["run", "--json", "-", "absent.py"]) == 2
+    validate(json.loads(capsys.readouterr().out), SCHEMA)
+
+
+def test_a_report_that_cannot_be_written_exits_with_2(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    result = run_program("import os; os.rmdir('folder')", "--json", "folder/out.json", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "mkdir -p" in result.stderr

@@ -11,7 +11,7 @@ from typing import Protocol
 import pytest
 
 import transload
-from transload.patching import devices
+from transload.patching import changes, devices
 
 SOURCE = Path(transload.__file__).parent.parent
 
@@ -24,8 +24,7 @@ def _unpatched() -> Iterator[None]:
         transload.unpatch()
         for memory in (devices._counts, devices._final_counts, devices._substitutes, devices.warned, devices.asked):
             memory.clear()
-        devices.noted.clear()
-        devices.answered.clear()
+        changes.noted.clear()
 
     reset()
     yield

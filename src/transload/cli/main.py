@@ -134,12 +134,14 @@ def _dispatch(argv: list[str]) -> Outcome:
         from transload.errors import TransloadError
 
         # Programs get the error as JSON; people read it on stderr.
-        if getattr(arguments, "json", False) and isinstance(error, TransloadError):
+        if getattr(arguments, "json", False) in (True, "-") and isinstance(error, TransloadError):
             from transload.cli.output import write_json
             from transload.io.sources import shown
             from transload.render.json import error_to_dict
 
             path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
+            if command == "run":
+                path = arguments.words[0]
             write_json([error_to_dict(shown(path), error)])
         raise
     return code
@@ -195,7 +197,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
         if "type" in settings:
             settings["type"] = {"seconds": _seconds, "number": _number}[settings["type"]]
         parser.add_argument(*(part for part in parts if "=" not in part), **settings, help=text)
-    if command not in ("completion", "run"):  # they print no result
+    if command not in ("completion", "run"):  # the output of run is that of the program
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
         parser.add_argument("--html", metavar="OUT.html", help="also write a report for a browser")
         if "`--force`" not in options:
@@ -224,7 +226,8 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
     from transload.patching.script import program_of
 
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
-    how = {"pretend": arguments.pretend_cuda, "quiet": arguments.quiet}
+    how = {"pretend": arguments.pretend_cuda, "quiet": arguments.quiet, "strict": arguments.strict}
+    how["report"] = _report_of_changes(arguments.json, overwrite=arguments.force) if arguments.json else None
     program = program_of(words, module=arguments.module, device=checked(arguments.device), **how)
     for path in arguments.prefetch or ():
         from transload.opening.prefetch import prefetch
@@ -247,6 +250,42 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
             return 2
 
     return run
+
+
+def _report_of_changes(out: str, *, overwrite: bool) -> Callable[[dict[str, Any]], bool]:
+    """A function that writes the report of ``run --json``; false if it cannot, which it prints."""
+    from transload.cli.output import print_error, refuse_page
+    from transload.errors import TransloadError
+    from transload.render.json import to_json
+
+    ranks, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
+    if out != "-":
+        if ranks != "1" and rank:  # each process of a launcher has its own report
+            name, dot, kind = out.rpartition(".")
+            out = f"{name}.rank{rank}.{kind}" if dot and os.sep not in kind else f"{out}.rank{rank}"
+        out = os.path.join(os.getcwd(), out)  # the program may change the directory
+        refuse_page(out, lambda start: start.startswith(b'{\n"schema": 1,\n"path": '), overwrite=overwrite)
+
+    def report(document: dict[str, Any]) -> bool:
+        text = "".join(to_json([document], several=False))
+        try:
+            if out != "-":
+                from transload.io.atomic import AtomicFile
+
+                with AtomicFile(out) as file:
+                    file.write([text.encode()])
+            elif sys.stdout is not None:  # on one line, the last
+                sys.stdout.write(text.replace("\n", "") + "\n")
+                sys.stdout.flush()
+        except TransloadError as error:
+            print_error(error)
+            return False
+        except OSError as error:
+            print_error(TransloadError(f"cannot write the report: {error.strerror or error}"))
+            return False
+        return True
+
+    return report
 
 
 def run_inspect(arguments: Namespace) -> int:

@@ -10,7 +10,7 @@ import os
 import sys
 from functools import wraps
 
-from transload.patching import devices
+from transload.patching import changes, devices
 
 TYPE_CHECKING = False  # `transload run` of a script without torch must cost nothing, not even importing typing
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class _PatchInServer(str):
 
 def _child_code() -> str:
     state = {"device": devices.requested, "warned": sorted(devices.warned), "pretending": devices.pretending}
-    return _CHILD_CODE.format(home=HOME, state=state)
+    return _CHILD_CODE.format(home=HOME, state={**state, "record": changes.record})
 
 
 # The child may not have transload on its path yet, and must not fail if it never has.
@@ -223,8 +223,9 @@ finally:
 """
 
 
-def install_in_child(device: str, warned: list[str], pretending: bool) -> None:
+def install_in_child(device: str, warned: list[str], pretending: bool, record: str) -> None:
     """Patch as the parent did, without repeating its warnings."""
+    changes.record = record
     devices.warned.update(warned)
     devices.pretending = pretending
     install(device, explain=False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from transload.patching import changes
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import CodeType
@@ -25,12 +27,6 @@ refused = False
 
 refusal: TransloadError | None = None
 """The error of ``refuse_missing``, if it raised one."""
-
-noted: dict[str, None] = {}
-"""What was changed for the program, in order, for the list at its end."""
-
-answered: dict[str, None] = {}
-"""The functions of torch that answered for the CPU, for the same list."""
 
 looking: list[str] = []
 """The devices that transload itself is looking for; while there are any, torch answers truthfully."""
@@ -95,7 +91,7 @@ def substitute_name(name: str) -> str:
         if requested == "spread" and index is not None and _count(kind) > 0:
             other = f"{kind}:{index % _count(kind)}"
         _substitutes[key] = other  # for good: a model and its inputs must be on the same device
-        noted[f"{name} → {other}"] = None
+        changes.note("device", name, other)
         if (pair := f"{kind} to {other}") not in warned:
             from transload.errors import LandingWarning, warn
 

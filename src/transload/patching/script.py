@@ -9,22 +9,30 @@ import os
 import sys
 from types import ModuleType
 
-from transload.patching import HOME, devices, explained, install
+from transload.patching import HOME, changes, devices, explained, install
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from typing import Any
 
     _Found = tuple[str, Any, Any, Any]  # __file__, __loader__, __spec__, and the code
 
 
 def program_of(
-    words: list[str], *, module: bool, device: str = "auto", pretend: bool = False, quiet: bool = False
+    words: list[str],
+    *,
+    module: bool,
+    device: str = "auto",
+    pretend: bool = False,
+    quiet: bool = False,
+    strict: bool = False,
+    report: Callable[[dict[str, Any]], bool] | None = None,
 ) -> Callable[[], int]:
     """A function that runs a script or a module with its arguments, and raises what the program raises.
 
-    ``pretend`` tells the program that CUDA is available. At its end the changes are listed, unless ``quiet``.
+    ``pretend`` tells the program that CUDA is available. At its end the changes are listed, unless ``quiet``. If there
+    are any, ``strict`` changes the exit code 0 to 1. ``report`` writes them as JSON, and says whether it could.
     """
     path = words[0]
     if not module and path != "-" and not os.access(path, os.R_OK):
@@ -43,8 +51,8 @@ def program_of(
     def run() -> int:
         devices.pretending = pretend
         install(device, explain=False)
-        if not quiet:
-            atexit.register(_list_changes, os.getpid())
+        ending = _Ending(words[0], quiet=quiet, strict=strict, report=report)
+        atexit.register(ending.show)
         main = ModuleType("__main__")
         try:
             main.__file__, main.__loader__, main.__spec__, code = (_module if module else _script)(words)
@@ -55,14 +63,22 @@ def program_of(
             vars(main).update(__cached__=getattr(main.__spec__, "cached", None), __builtins__=builtins)
             sys.modules["__main__"] = main  # it stays for atexit functions
             exec(code, vars(main))  # noqa: S102 - running the program is the purpose
+            ending.program_code = 0
         except SystemExit as leaving:
             devices.refused = leaving.code not in (None, 0) and _was_refused(leaving)
-            raise
+            ending.program_code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+            if ending.program_code or not ending.examined:
+                raise
         except BaseException as error:
             devices.refused = _was_refused(error)
             sys.excepthook = explained(sys.excepthook)  # around the one the program may have set
             raise
-        return 0
+        if ending.examined:  # what Python does when a program ends: until then there may be other changes
+            import threading
+
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        return ending.code
 
     return run
 
@@ -84,21 +100,77 @@ def _was_refused(error: BaseException) -> bool:
     return near or bool(not isinstance(error, OSError) and re.search("(?i)cuda|gpu|nvidia|accelerator", str(error)))
 
 
-def _list_changes(process: int) -> None:
-    """List on stderr what was changed: results of a CPU must not be mistaken for those of a GPU."""
-    if process != os.getpid() or sys.stderr is None or os.environ.get("LOCAL_RANK", "0") != "0":
-        return
-    lines = []
-    if devices.noted:
-        lines.append(f"transload run changed: {', '.join(devices.noted)}")
-    if devices.answered:
-        lines.append(f"CUDA calls answered on behalf of the CPU: {', '.join(devices.answered)}")
-    asked = " and ".join(sorted(set(devices.asked.values()), reverse=True))
-    if asked and devices.pretending:
-        lines.append(f"CUDA calls that pretended there is a GPU: {asked}")
+class _Ending:
+    """What happens when the program has ended."""
+
+    def __init__(
+        self,
+        script: str,
+        *,
+        quiet: bool,
+        strict: bool,
+        report: Callable[[dict[str, Any]], bool] | None,
+    ) -> None:
+        self.examined = strict or report is not None
+        self.program_code: int | None = None  # None: an exception has ended it
+        self.code = 0
+        self._process, self._folder = os.getpid(), ""
+        self._script, self._quiet, self._strict, self._report = script, quiet, strict, report
+        if self.examined:
+            changes.collect()
+            self._folder = os.path.join(os.getcwd(), "")
+
+    def show(self) -> None:
+        """List on stderr what was changed: results of a CPU must not be mistaken for those of a GPU."""
+        if self._process != os.getpid():
+            return
+        changes.read_record()
+        if self._report is not None and not self._report(self._to_dict()):
+            self.code = 2
+        lines = []
+        if self._strict and changes.noted:
+            self.code = self.code or 1
+            lines.append("transload run --strict: the program does not run here as it is:")
+            lines += [f"  {self._shown(place)}: {_sentence(change)}" for change, place in changes.noted.items()]
+        elif not self._quiet and os.environ.get("LOCAL_RANK", "0") == "0":
+            lines = _listed()
+        if sys.stderr is not None:
+            sys.stderr.write("".join(f"{line}\n" for line in lines))
+
+    def _to_dict(self) -> dict[str, Any]:
+        rows = [
+            {"kind": kind, "what": what, "instead": instead, "where": self._shown(place)}
+            for (kind, what, instead), place in changes.noted.items()
+        ]
+        return {"schema": 1, "path": self._script, "ok": not rows, "exit_code": self.program_code, "changes": rows}
+
+    def _shown(self, place: str) -> str:
+        return place.removeprefix(self._folder)
+
+
+def _listed() -> list[str]:
+    """The list without places."""
+    kinds: dict[str, list[str]] = {}
+    for change in changes.noted:
+        kinds.setdefault("" if change[0] in ("device", "feature") else change[0], []).append(changes.text_of(change))
+    lines = [f"transload run changed: {', '.join(kinds[''])}"] if "" in kinds else []
+    if "answered" in kinds:
+        lines.append(f"CUDA calls answered on behalf of the CPU: {', '.join(kinds['answered'])}")
+    if "pretended" in kinds:
+        lines.append(f"CUDA calls that pretended there is a GPU: {_joined(kinds['pretended'])}")
     if devices.refused:
+        asked = _joined(devices.asked.values())
         lines.append(f"The program called {asked}, and there is no GPU. --pretend-cuda pretends that there is one.")
-    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    return lines
+
+
+def _sentence(change: changes.Change) -> str:
+    how = {"answered": " answered for the CPU", "pretended": " pretended that there is a GPU"}
+    return changes.text_of(change) + how.get(change[0], "")
+
+
+def _joined(questions: Iterable[str]) -> str:
+    return " and ".join(sorted(set(questions), reverse=True))
 
 
 def _module(words: list[str]) -> _Found:

@@ -26,7 +26,7 @@ from platform import machine
 from types import SimpleNamespace
 from typing import Any
 
-from transload.patching import devices
+from transload.patching import changes, devices
 from transload.patching.devices import is_missing, on_cpu, substitute
 
 Replace = Callable[[object, str, object], None]
@@ -442,13 +442,13 @@ _ANSWERS: dict[str, dict[str, Callable[..., Any]]] = {
 }
 
 
-def _answering(name: str, answer: Callable[..., Any], listed: dict[str, None] = devices.answered) -> Callable[..., Any]:
+def _answering(name: str, answer: Callable[..., Any], kind: str = "answered") -> Callable[..., Any]:
     """A replacement that gives this answer on the CPU; ``name`` is listed at the end of the program."""
 
     def answered(real: Any, *args: Any, **kwargs: Any) -> Any:
         if devices.looking or not on_cpu():
             return real(*args, **kwargs)
-        listed[name] = None
+        changes.note(kind, name)
         return answer(*args, **kwargs)
 
     return answered
@@ -469,6 +469,8 @@ def _pretending(question: str, answer: Any) -> Callable[..., Any]:
         caller = sys._getframe(2)
         if not caller.f_globals.get("__name__", "").startswith("torch."):
             devices.asked[caller.f_code, caller.f_lineno] = question
+            if devices.pretending:
+                changes.note("pretended", question)
         elif not question.startswith("torch.cuda."):  # torch itself must know where a tensor is
             return truth
         return answer() if devices.pretending and on_cpu() else truth
@@ -489,7 +491,7 @@ class _StandIn(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         maker = cls.chosen()
         if maker is cls.ours and cls.label:
-            devices.answered[cls.label] = None
+            changes.note("answered", cls.label)
         return maker(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -563,7 +565,7 @@ def _group(real: Any, *args: Any, **kwargs: Any) -> Any:
     bound = signature(real).bind(*args, **kwargs)
     bound.arguments.pop("device_id", None)
     if "nccl" in str(bound.arguments.get("backend")).lower():
-        devices.noted["nccl → gloo"] = None
+        changes.note("feature", "nccl", "gloo")
         bound.arguments["backend"] = "gloo"
     return real(*bound.args, **bound.kwargs)
 
@@ -572,7 +574,7 @@ def _split(real: Any, *args: Any, **kwargs: Any) -> Any:
     """``DataParallel``, which without a GPU is the model itself, even if we pretend that there is one."""
     if not on_cpu():
         return real(*args, **kwargs)
-    devices.noted["DataParallel on one device"] = None
+    changes.note("feature", "DataParallel on one device")
     devices.looking.append("cuda")
     try:
         return real(*args, **kwargs)
@@ -660,7 +662,7 @@ _REPLACED: Replaced = (
     (_giving(device_ids=None, output_device=None), "torch.nn.parallel.DistributedDataParallel", "__init__"),
     (_split, "torch.nn.DataParallel", "__init__"),
     (  # it computes on GPUs only
-        _answering("SyncBatchNorm stays BatchNorm", lambda _, module, *__, **___: module, devices.noted),
+        _answering("SyncBatchNorm stays BatchNorm", lambda _, module, *__, **___: module, "feature"),
         "torch.nn.SyncBatchNorm",
         "convert_sync_batchnorm",
     ),
@@ -674,7 +676,7 @@ _REPLACED: Replaced = (
     (_giving(use_cpu=True), "torch.autograd.profiler.profile", "__init__"),
     (_giving(enabled=False), "torch.autograd.profiler.emit_nvtx", "__init__"),
     *(
-        (_answering("no mixed precision", lambda: True, devices.noted), path, "amp_definitely_not_available")
+        (_answering("no mixed precision", lambda: True, "feature"), path, "amp_definitely_not_available")
         for path in ("torch.cuda.amp.common", "torch.cuda.amp.grad_scaler")  # the latter until 2.2
     ),
 )
