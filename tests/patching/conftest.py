@@ -22,7 +22,7 @@ def _unpatched() -> Iterator[None]:
 
     def reset() -> None:
         transload.unpatch()
-        for memory in (devices._counts, devices._final_counts, devices._substitutes, devices.warned, devices.asked):
+        for memory in (devices._counts, devices._final_counts, devices.substitutes, devices.warned, devices.asked):
             memory.clear()
         changes.noted.clear()
 
@@ -78,7 +78,7 @@ class Cards:
         }
         for name, answer in answers.items():
             self.monkeypatch.setattr(torch.cuda, name, answer)
-        for memory in (devices._counts, devices._final_counts, devices._substitutes):
+        for memory in (devices._counts, devices._final_counts, devices.substitutes):
             memory.clear()
 
 

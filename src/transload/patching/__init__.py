@@ -1,7 +1,8 @@
 """``transload.patch`` and ``transload run``: run a program that names devices which this machine does not have.
 
-``devices`` chooses the substitute, ``install`` applies the patches of ``torch_patches`` and removes them again, and
-``explained`` explains the exception that ends the program. ``script`` runs a program as ``python`` would.
+``devices`` chooses the substitute, ``changes`` has what was changed, ``install`` applies the patches of
+``torch_patches`` and removes them again, and ``explained`` explains the exception that ends the program. ``script``
+runs a program as ``python`` would; ``isolated`` patches one test.
 """
 
 from __future__ import annotations

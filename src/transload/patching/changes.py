@@ -49,6 +49,16 @@ def _place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
+def sentence(change: Change) -> str:
+    """A change where it stands alone.
+
+    >>> sentence(("answered", "torch.cuda.Stream", ""))
+    'torch.cuda.Stream answered for the CPU'
+    """
+    how = {"answered": " answered for the CPU", "pretended": " pretended that there is a GPU"}
+    return text_of(change) + how.get(change[0], "")
+
+
 def collect() -> None:
     """From here on, children report to this process."""
     global record
@@ -75,7 +85,7 @@ def read_record() -> None:
 
 
 def text_of(change: Change) -> str:
-    """A change in the list at the end of the program.
+    """A change in a list of its kind.
 
     >>> text_of(("device", "cuda:0", "cpu")), text_of(("feature", "no mixed precision", ""))
     ('cuda:0 → cpu', 'no mixed precision')

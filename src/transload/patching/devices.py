@@ -35,12 +35,15 @@ _KINDS = frozenset({"cuda", "xpu", "hpu", "mtia", "mps"})
 """Kinds of devices that torch itself has. A kind that a package adds is present, or torch does not know its name."""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "LOCAL_RANK")
 
+silent = False
+"""Whether no warnings are given."""
+
 warned: set[str] = set()
 """The warnings given so far: ``cuda to cpu``. Each is given once, in a process and its children."""
 
 _counts: dict[tuple[str | None, ...], int] = {}
 _final_counts: dict[str, int] = {}
-_substitutes: dict[tuple[str | None, ...], str] = {}
+substitutes: dict[tuple[str | None, ...], str] = {}
 
 
 def substitute(device: Any) -> Any:
@@ -75,7 +78,7 @@ def is_missing(name: str) -> bool:
 def substitute_name(name: str) -> str:
     """The device to use instead of a missing one; warns the first time. Empty if that cannot be determined."""
     key = (name, requested, *map(os.environ.get, _HIDING))
-    if key not in _substitutes:
+    if key not in substitutes:
         from transload.devices import split
         from transload.loading.placement import devices_here
 
@@ -90,9 +93,8 @@ def substitute_name(name: str) -> str:
         kind, index = split(name)
         if requested == "spread" and index is not None and _count(kind) > 0:
             other = f"{kind}:{index % _count(kind)}"
-        _substitutes[key] = other  # for good: a model and its inputs must be on the same device
-        changes.note("device", name, other)
-        if (pair := f"{kind} to {other}") not in warned:
+        substitutes[key] = other  # for good: a model and its inputs must be on the same device
+        if (pair := f"{kind} to {other}") not in warned and not silent:
             from transload.errors import LandingWarning, warn
 
             warned.add(pair)
@@ -101,7 +103,8 @@ def substitute_name(name: str) -> str:
             lacks = "It has no float64. PYTORCH_ENABLE_MPS_FALLBACK=1 lets the CPU run what else it lacks"
             goes = f"Tensors saved on such a device or moved to it go to {other} instead"
             warn(f"{absent}. {goes}{f'. {lacks}' if other == 'mps' else ''}", LandingWarning)
-    return _substitutes[key]
+    changes.note("device", name, substitutes[key])
+    return substitutes[key]
 
 
 def refuse_missing(name: str) -> None:

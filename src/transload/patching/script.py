@@ -131,7 +131,7 @@ class _Ending:
         if self._strict and changes.noted:
             self.code = self.code or 1
             lines.append("transload run --strict: the program does not run here as it is:")
-            lines += [f"  {self._shown(place)}: {_sentence(change)}" for change, place in changes.noted.items()]
+            lines += [f"  {self._shown(place)}: {changes.sentence(change)}" for change, place in changes.noted.items()]
         elif not self._quiet and os.environ.get("LOCAL_RANK", "0") == "0":
             lines = _listed()
         if sys.stderr is not None:
@@ -162,11 +162,6 @@ def _listed() -> list[str]:
         asked = _joined(devices.asked.values())
         lines.append(f"The program called {asked}, and there is no GPU. --pretend-cuda pretends that there is one.")
     return lines
-
-
-def _sentence(change: changes.Change) -> str:
-    how = {"answered": " answered for the CPU", "pretended": " pretended that there is a GPU"}
-    return changes.text_of(change) + how.get(change[0], "")
 
 
 def _joined(questions: Iterable[str]) -> str:
