@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -361,6 +362,17 @@ def test_in_the_background_a_failed_save_is_raised_and_keeps_the_old_checkpoint(
     background.wait()
     assert transload.load(tmp_path / "old.ckpt") == {"step": 1}
     plugin.teardown()
+
+
+def test_processes_that_a_strategy_starts_wait_for_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent reads the file as soon as the child has sent its path."""
+    plugin = pickle.loads(pickle.dumps(transload.LightningCheckpointIO(background=True)))
+    submitted: list[Any] = []
+    monkeypatch.setattr(background, "submit", lambda *_: submitted.append(_))
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
+    plugin.save_checkpoint({"step": 1}, tmp_path / "a.ckpt")
+    assert submitted == []
+    assert transload.load(tmp_path / "a.ckpt") == {"step": 1}
 
 
 def test_what_fsspec_opens_is_saved_whole_loaded_and_removed() -> None:
