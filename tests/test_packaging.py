@@ -133,7 +133,7 @@ NAMED = {
     "contents": {"sharded"},  # a kind of tensor
     "loading": {"pickle"},  # a member of a tar archive
     "rescuing": {"sharded"},  # a kind of tensor
-    "writing": {"safetensors", "npz", "npy", "gguf", "dcp"},  # what convert writes, or not
+    "writing": {"safetensors", "npz", "npy", "gguf", "dcp", "sharded"},  # what convert writes, or not; several inputs
 }
 
 

@@ -23,13 +23,26 @@ from transload.devices import refuse_unknown
 from transload.errors import CannotReadError, TransloadError, UsageError
 from transload.findings import quoted
 
+_REGEX = frozenset("\\^$*+?()[]{}|")
+
+
+def _rename_of(text: str) -> object:
+    """What ``--rename A=B`` means for ``convert``: a name or a prefix, or a regular expression."""
+    old, equals, new = text.rpartition("=")
+    if not equals or not (old or new):
+        raise UsageError(f"--rename takes A=B, such as encoder.=backbone., not {text!r}")
+    return {old: new} if _REGEX.isdisjoint(old) else (old, new)
+
 
 def run_convert(arguments: Namespace) -> int:
     """Convert, or list the parts that ``--key`` can choose."""
     from transload.converting import convert, listing, parts, report
 
-    finish_retag(arguments.path)
+    paths = [arguments.path, *arguments.more]
     if arguments.list:
+        if arguments.more:
+            raise UsageError("--list shows the parts of one checkpoint", fix="Name only SRC.")
+        finish_retag(arguments.path)
         candidates = parts(arguments.path)
         blocks = [*listing(arguments.path, candidates)]
         code, written = write_page(blocks, arguments, 0)
@@ -38,10 +51,14 @@ def run_convert(arguments: Namespace) -> int:
         else:
             show([*blocks, *written], arguments.color)
         return code
-    if arguments.out is None:
+    if not arguments.more:
         raise UsageError("DST is missing", fix="Say where to write: transload convert SRC DST; or add --list.")
-    options = keywords(arguments, "to key strip dtype optimizer allow_inf max_shard_size verify")
-    result = convert(arguments.path, arguments.out, **options, overwrite=arguments.force, progress=not arguments.json)
+    out = paths.pop()
+    for path in paths:
+        finish_retag(path)
+    options = keywords(arguments, "to key strip only drop dtype optimizer allow_inf max_shard_size verify")
+    options["rename"] = [_rename_of(text) for text in arguments.rename] or None
+    result = convert(paths, out, **options, overwrite=arguments.force, progress=not arguments.json)
     return show_result(result, report, arguments, 0 if result.complete and not result.listed else 1)
 
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import UsageError
@@ -14,11 +16,13 @@ from transload.io.atomic import target_path
 from transload.io.sources import Progress, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.opening import OpenCheckpoint
+from transload.opening.renaming import Renaming
 from transload.render.lines import Block, Prose, Table
 from transload.render.words import path_text, plural, printable, size
 from transload.writing import Conversion, report, write_content
+from transload.writing.inputs import Candidate, candidates
 from transload.writing.output import refuse_source
-from transload.writing.plan import TARGETS, Candidate, Options, candidates, dtype_of, size_of, target_format
+from transload.writing.plan import TARGETS, Options, dtype_of, patterns_of, size_of, target_format
 
 if TYPE_CHECKING:
     import torch
@@ -27,12 +31,15 @@ __all__ = ["Conversion", "convert", "listing", "parts", "report"]
 
 
 def convert(
-    src: SourceLike,
+    src: SourceLike | Sequence[SourceLike],
     dst: str | os.PathLike[str],
     *,
     to: str = "",
     key: str = "",
     strip: str | tuple[str, ...] | list[str] = (),
+    only: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] = (),
+    drop: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] = (),
+    rename: Any = None,
     dtype: str | torch.dtype = "",
     allow_inf: bool = False,
     optimizer: bool = False,
@@ -43,12 +50,15 @@ def convert(
 ) -> Conversion:
     """Write the tensors of a checkpoint in another format. Nothing in the file is run, and torch is not needed.
 
-    ``src`` is a path (of a file or a directory), a URL, bytes, or a file object. The name of ``dst`` decides the format
+    ``src`` is a path (of a file or a directory), a URL, bytes, or a file object; or a list of several of these, which
+    become one: a name in two of them is an error unless the tensors are equal. The name of ``dst`` decides the format
     unless ``to`` does: ``torch``, ``safetensors``, ``npz``, ``raw`` (a directory), ``dcp`` (a directory that
     ``torch.distributed.checkpoint`` loads on any number of ranks), or ``universal`` (a universal checkpoint of
     DeepSpeed, from which any number of ranks resumes). ``key`` chooses a part (``"model"``), ``strip`` removes prefixes
-    from the names (``"module."``), and ``dtype`` (a name, or a ``torch.dtype``) converts floating-point tensors, where
-    a number that does not fit is an error unless ``allow_inf``. From a DeepSpeed or Megatron directory, only the
+    from the names (``"module."``). ``only`` and ``drop`` are regular expressions, which choose tensors by the names
+    that this leaves; ``rename`` changes these names, and may be all that it may be for ``load_into``. ``dtype`` (a
+    name, or a ``torch.dtype``) converts floating-point tensors, where a number that does not fit is an error unless
+    ``allow_inf``. From a DeepSpeed or Megatron directory, only the
     weights are written, unless ``optimizer`` asks for everything. ``max_shard_size`` (``"5GB"``) splits safetensors
     into shards. ``verify`` compares the source with its checksums, and reads the target back, byte for byte, before it
     gets its name. ``progress`` is ``True`` for a line on the terminal, or a function that gets the bytes done and the
@@ -63,7 +73,15 @@ def convert(
     target = target_path(target)
     prefixes = (strip,) if isinstance(strip, str) else tuple(strip)
     options = Options(
-        key, tuple(filter(None, prefixes)), dtype_of(dtype), allow_inf, size_of(max_shard_size), optimizer
+        key=key,
+        strip=tuple(filter(None, prefixes)),
+        dtype=dtype_of(dtype),
+        allow_inf=allow_inf,
+        max_shard_size=size_of(max_shard_size),
+        optimizer=optimizer,
+        only=patterns_of(only, "--only"),
+        drop=patterns_of(drop, "--drop"),
+        rename=None if rename is None else Renaming(rename),
     )
     format_ = target_format(target, to)
     if options.max_shard_size and not TARGETS[format_].has_shards:
@@ -71,13 +89,19 @@ def convert(
     usual = TARGETS[format_].file
     if usual and (target.endswith(("/", os.sep)) or os.path.isdir(target)):
         target = os.path.join(target, usual)
-    if isinstance(src, str | os.PathLike):
-        refuse_source(os.fspath(src), target)
-    with OpenCheckpoint(src, lazy=True) as opened:
-        refuse_broken(opened.checkpoint, key)
-        return write_content(
-            opened.elements, target, format_, options, src=src, verify=verify, overwrite=overwrite, progress=progress
-        )
+    sources: list[Any] = [*src] if isinstance(src, list | tuple) else [src]
+    if not sources:
+        raise UsageError("no checkpoint is named")
+    for source in sources:
+        if isinstance(source, str | os.PathLike):
+            refuse_source(os.fspath(source), target)
+    with ExitStack() as files:
+        inputs = [files.enter_context(OpenCheckpoint(source, lazy=True)) for source in sources]
+        for opened in inputs:
+            refuse_broken(opened.checkpoint, key)
+        (first, origin), *more = [(opened.elements, source) for opened, source in zip(inputs, sources, strict=True)]
+        how: Any = {"verify": verify, "overwrite": overwrite, "progress": progress}
+        return write_content(first, target, format_, options, src=origin, more=more, **how)
 
 
 def parts(src: SourceLike) -> tuple[Candidate, ...]:

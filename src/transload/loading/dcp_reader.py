@@ -27,11 +27,12 @@ from transload.io.sources import SourceLike, is_url
 from transload.loading import check_settings
 from transload.loading.composed import pieces_in
 from transload.loading.handles import TensorReader, build_node
-from transload.loading.into.keys import MARKERS, branches, key_function
+from transload.loading.into.keys import MARKERS, branches
 from transload.loading.into.ranks import Seen, overlaps, seen
 from transload.loading.refusal import refuse_unmerged
 from transload.nodes import Call, Dict, called, nested
 from transload.opening import CheckpointFile
+from transload.opening.renaming import Renaming
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
         checkpoint.StorageReader.register(type(self))
         self._settings = check_settings(threads, pinned_mb, direct)
         self._prefix = prefix.replace("/", ".").strip(".")
-        self._rename = None if rename is None else key_function(rename)
+        self._rename = None if rename is None else Renaming(rename)
         self._opened: TensorReader | None = None
         self._entries: dict[str, _Entry] = {}
         self.checkpoint_id: Any = path

@@ -70,7 +70,7 @@ def records_of(reader: ElementReader) -> Records:
     for file, inside in storages.items():
         records: Iterable[Record] = archives.get(file) or ()
         # A rank's file is an archive; a .distcp file is many archives in a row, known from its storages.
-        if not records and reader.checkpoint.traits.ranks and not file.endswith(".distcp"):
+        if not records and not file.endswith(".distcp"):
             source = reader.open_file(file)
             records = read_index(source).records.values() if starts_like_zip(source) else ()
         if not records:

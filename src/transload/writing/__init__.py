@@ -61,13 +61,14 @@ def write_content(
     options: Options,
     *,
     src: SourceLike | None = None,
+    more: Sequence[tuple[ElementReader, SourceLike]] = (),
     verify: bool,
     overwrite: bool,
     progress: Progress,
 ) -> Conversion:
     """Write an open checkpoint, damaged or not; ``src`` is what it was opened from, if not its path.
 
-    If this raises, nothing is left behind.
+    ``more`` are others to write with it, and what they were opened from. If this raises, nothing is left behind.
     """
     start = time.monotonic()
     refuse_missing_directory(dst)
@@ -79,21 +80,12 @@ def write_content(
     if TARGETS[format_].file:
         refuse_existing(dst, overwrite=overwrite)
     with gc_paused():
-        plan = ConversionPlan(reader, format_, options)
-    checkpoint = reader.checkpoint
+        plan = ConversionPlan([reader, *(other for other, _ in more)], format_, options)
+    checkpoint, others = reader.checkpoint, [other.checkpoint for other, _ in more]
     total = sum(entry.nbytes for entry in (plan.storages if format_ == "torch" else plan.entries))
     report_progress = progress_counter(progress, 2 * total if verify else total, "converting")
-    source: Any = checkpoint.path if src is None else src
-    sources: set[tuple[int, int]] = set()  # the identities of all files that the checkpoint is read from
-    if isinstance(source, str | os.PathLike):
-        path = os.fsdecode(source)
-        folder = folder_of(path)[0]
-        names = {*(name for name, _ in reader.files), *(storage.file for storage in checkpoint.storages)}
-        names |= {part.name for part in checkpoint.parts if part.role == "index"}
-        sources = file_identity(path).union(*(file_identity(folder.path(name)) for name in names if name))
-    else:
-        with suppress(AttributeError, OSError, ValueError):
-            sources = file_identity(source.fileno())
+    sources = _identities(reader, checkpoint.path if src is None else src)
+    sources = sources.union(*(_identities(other, path) for other, path in more))
     with Bundle(overwrite=overwrite, sources=sources) as bundle:
         job = ConversionJob(plan.reader, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
         _WRITERS[format_](job, plan)
@@ -106,11 +98,12 @@ def write_content(
         if plan.metadata and not plan.target.metadata:
             table["metadata"] = plan.metadata
         if table:
-            table = {"from": os.path.basename(checkpoint.path), **table}
+            table = {"from": ", ".join(os.path.basename(each.path) for each in (checkpoint, *others)), **table}
             text = json.dumps(table, indent=1).encode() + b"\n"
             bundle.add(leftovers_path).write([text])
     written = Conversion(
         path=checkpoint.path,
+        inputs=tuple((each.path, each.format, len(each.tensors)) for each in (checkpoint, *others)) if more else (),
         out=dst,
         format=checkpoint.format,
         to=format_,
@@ -136,6 +129,19 @@ def write_content(
     return written
 
 
+def _identities(reader: ElementReader, source: Any) -> set[tuple[int, int]]:
+    """The identities of all files that a checkpoint is read from."""
+    if isinstance(source, str | os.PathLike):
+        path = os.fsdecode(source)
+        folder = folder_of(path)[0]
+        names = {*(name for name, _ in reader.files), *(storage.file for storage in reader.checkpoint.storages)}
+        names |= {part.name for part in reader.checkpoint.parts if part.role == "index"}
+        return file_identity(path).union(*(file_identity(folder.path(name)) for name in names if name))
+    with suppress(AttributeError, OSError, ValueError):
+        return file_identity(source.fileno())
+    return set()
+
+
 # -- the result
 
 
@@ -146,7 +152,9 @@ class Conversion(Frozen, Reported):
     tensors; ``copied`` is always 0. ``aliases`` are further names of tensors that are stored once. ``left`` are tensors
     that are not in the target; those with ``lost`` because it cannot store them. ``listed`` is everything else that it
     cannot store and is not plain data, such as functions; no file has it. Plain data is in the file ``leftovers``.
-    ``others`` counts tensors outside the key. ``notes`` also names the tensors that are numpy arrays in the source.
+    ``others`` counts tensors outside the key, or not chosen by name. ``notes`` also names the tensors that are numpy
+    arrays in the source. ``inputs`` are the path, the format and the number of tensors of each source, if there are
+    several; ``path`` and ``format`` are those of the first.
     """
 
     path: str
@@ -168,6 +176,7 @@ class Conversion(Frozen, Reported):
     verified: bool = False
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    inputs: tuple[tuple[str, str, int], ...] = ()
 
     @property
     def complete(self) -> bool:
@@ -188,6 +197,7 @@ class Conversion(Frozen, Reported):
             "leftovers": self.leftovers or None,
             "listed": [{"name": omission.name, "what": omission.why} for omission in self.listed],
             "notes": list(self.notes),
+            "inputs": [{"path": path, "format": format_, "tensors": count} for path, format_, count in self.inputs],
         }
 
     def _blocks(self) -> Iterator[Block]:
@@ -208,6 +218,9 @@ def report(conversion: Conversion) -> Iterator[Block]:
     speed = f", {size(round(nbytes / seconds))}/s" if nbytes >= 1e8 and seconds else ""
     checked = "read back and compared" if conversion.verified else "not read back"
     tensors = f"{plural(conversion.tensors, 'tensor')}, {size(nbytes)}"
+    if conversion.inputs:
+        read = [f"{path_text(path)} ({plural(count, 'tensor')})" for path, _, count in conversion.inputs]
+        yield row("read", join_names(read, _SHOWN, 1000))
     yield row("written", f"{TARGETS[conversion.to].words}: {tensors}{files}{speed}; {checked}")
     if conversion.cast:
         infinite = f", {plural(conversion.infinite, 'number')} became infinite" if conversion.infinite else ""

@@ -1,8 +1,7 @@
 """Decide what goes into the target before anything is written, and what to note about it.
 
-``Options`` is what the caller asks for. A ``ConversionPlan`` takes the tensors below the key, leaves out what a
-``state_dict()`` would not contain, gives every tensor a unique name, and decides which of them the format can store.
-``candidates`` is what ``--list`` shows.
+``Options`` is what the caller asks for. A ``ConversionPlan`` takes the tensors of its ``Input``, gives those
+that are asked for a unique name, and decides which of them the format can store.
 """
 
 from __future__ import annotations
@@ -10,22 +9,22 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transload.checkpoint import Checkpoint, Tensor
+from transload.checkpoint import Tensor
 from transload.contents import tie_of
 from transload.dtypes import ITEMSIZE, NUMPY, QUANTIZED, SAFETENSORS
 from transload.errors import ConvertError, UsageError
-from transload.findings import join_names
-from transload.formats.graph import node_at
+from transload.findings import join_names, quoted
 from transload.formats.pickle_writer import dumps
-from transload.formats.safetensors import aliases_in
 from transload.formats.zip_writer import opening_records
-from transload.frozen import NamedTuple, replace
+from transload.frozen import NamedTuple
 from transload.nodes import Dict
-from transload.opening.elements import Allowance, ElementReader, is_constant
-from transload.writing.objects import Leftovers, Omission, Path, with_arrays
+from transload.opening.elements import Allowance, ElementReader
+from transload.opening.renaming import Renaming
+from transload.writing.inputs import Input, difference, dotted, joined
+from transload.writing.objects import Leftovers, Omission, Path
 from transload.writing.output import SHARD, index_name, sibling_files
 from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_out, overlapping
 from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, cast_dtype
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from transload.writing.to_universal import Universal
 
 # -- options
+
+Patterns = tuple[re.Pattern[str], ...]
 
 SAFETENSORS_DTYPES = {dtype: name for name, dtype in SAFETENSORS.items()}
 _OPAQUE = {"bfloat16", "complex32", *(dtype for dtype in ITEMSIZE if dtype.startswith("float8_"))}
@@ -96,6 +97,9 @@ class Options(NamedTuple):
     allow_inf: bool = False
     max_shard_size: int = 0
     optimizer: bool = False
+    only: Patterns = ()
+    drop: Patterns = ()
+    rename: Renaming | None = None
 
 
 def target_format(dst: str, to: str = "") -> str:
@@ -149,6 +153,67 @@ def size_of(size: str | int | None) -> int:
     return max(1, int(float(match[1]) * unit ** _POWERS.index(match[2].upper())))
 
 
+def patterns_of(patterns: str | re.Pattern[str] | Iterable[str | re.Pattern[str]], option: str) -> Patterns:
+    """The regular expressions given for an option; ``UsageError`` names one that cannot be used."""
+    return tuple(
+        _compiled(each, option) for each in ([patterns] if isinstance(patterns, str | re.Pattern) else patterns)
+    )
+
+
+def _compiled(pattern: str | re.Pattern[str], option: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except (TypeError, ValueError, re.error) as error:
+        raise UsageError(f"{option} has {pattern!r}, which is no regular expression: {error}") from error
+
+
+class Names:
+    """Which tensors ``options`` ask for by name: prefixes are stripped, then ``only`` and ``drop`` are compared.
+
+    ``unmatched`` are prefixes that no name begins with.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._unused = {("--only", each.pattern) for each in options.only}
+        self._unused |= {("--drop", each.pattern) for each in options.drop}
+        self._prefixes = dict.fromkeys(options.strip)
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Prefixes to strip that no name begins with."""
+        return [*self._prefixes]
+
+    def stripped(self, name: str) -> str:
+        """A name without a prefix, which is at its start, or at that of the last component of a nested name."""
+        parent, slash, last = name.rpartition("/")
+        prefix = next((each for each in self._options.strip if name.startswith(each) or last.startswith(each)), "")
+        self._prefixes.pop(prefix, None)
+        return name[len(prefix) :] if name.startswith(prefix) else f"{parent}{slash}{last[len(prefix) :]}"
+
+    def is_chosen(self, name: str) -> bool:
+        """Whether it matches one of ``only``, if there are any, and none of ``drop``."""
+        options = self._options
+        is_wanted = self._matches("--only", options.only, name) or not options.only
+        return not self._matches("--drop", options.drop, name) and is_wanted
+
+    def _matches(self, option: str, patterns: Patterns, name: str) -> bool:
+        matching = [each.pattern for each in patterns if each.search(name)]
+        self._unused -= {(option, pattern) for pattern in matching}
+        return bool(matching)
+
+    def refuse_unused(self, path: str) -> None:
+        """Raise if a pattern or a name to change matches nothing."""
+        rename = self._options.rename
+        unused = [*sorted(self._unused), *(("--rename", text) for text in (rename.unused if rename else ()))]
+        if unused:
+            option, text = unused[0]
+            fix = f"This lists the names:\n$ transload inspect {quoted(path)} --tensors"
+            if option == "--rename" and not text.endswith((".", "/")):
+                fix = f"A prefix ends with a dot, as in encoder.=backbone.\n{fix}"
+            raise UsageError(f"{option} {text!r} matches no name", where=path, fix=fix)
+
+
 # -- what the formats can store
 
 _CANNOT_HOLD = {
@@ -176,53 +241,49 @@ def member_name(name: str) -> str:
 
 # -- the plan
 
-_WEIGHTS = ("_parameters", "_buffers")
-
 
 class ConversionPlan:
     """What is written and what is not; raises ``TransloadError`` if there is nothing to convert.
 
     ``entries`` are the tensors of the target in file order, ``aliases`` further names of the same tensors, ``in_parts``
     the names of tensors that became several entries, ``omitted`` the tensors that are left out, and ``others`` how many
-    are outside the key. ``renamed`` pairs names in the source with new names; ``unmatched`` are prefixes to strip that
-    no name begins with. ``metadata`` is the metadata of safetensors files, without aliases. ``dropped`` is everything
-    that is not a tensor, by path; ``weights_only`` is whether only the weights of many ranks are written, since nothing
-    else was asked for. ``arrays`` are the paths of numpy arrays in the source, and ``content`` is the source with these
-    as tensors; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip.
+    were not asked for. ``repeated`` are names that several inputs have for equal tensors; ``moved`` is whether some get
+    names in other dictionaries than in the source. ``renamed`` pairs names in the source with names that the caller did
+    not ask for; ``unmatched`` are prefixes to strip that no name begins with. ``dropped`` is everything that is not a
+    tensor, by path; ``numbers`` are the paths of numpy scalars that became Python numbers in a torch zip. ``input`` is
+    what is read, and describes the fields that the plan has from it.
 
     If the target stores an object, ``root`` is that, and ``placed`` are the tensors in their order there. For a torch
     zip, ``opening`` are the records of the object, and ``storages`` the bytes to write; for DCP it is ``flattened``,
     for a universal checkpoint ``universal``.
     """
 
-    def __init__(self, reader: ElementReader, format_: str, options: Options) -> None:
-        weights = reader.checkpoint.traits.weights
-        merged = any(tensor.path[:1] == (weights,) for tensor in reader.checkpoint.tensors)
-        self.weights_only = merged and not (options.key or options.optimizer or format_ == "universal")
-        options = options._replace(key=weights) if self.weights_only else options
-        self.format, self.options = format_, options
+    def __init__(self, readers: Sequence[ElementReader], format_: str, options: Options) -> None:
+        self.format = format_
         self.target = TARGETS[format_]
         is_object = self.target.is_object
-        source, self.metadata = _with_aliases(reader)
-        self._object = source.checkpoint.root
-        if is_object and source.checkpoint.traits.composed:
-            source = ElementReader(_with_paths_as_names(source.checkpoint), source.open_file, source.files)
+        if format_ == "universal" and (readers[1:] or options.only or options.drop or options.rename):
+            what = "a universal checkpoint has all tensors of one checkpoint, under their names"
+            raise UsageError(what, fix="Leave out --only, --drop, --rename and other inputs.")
+        everything = options.optimizer or format_ == "universal"
+        form = {"everything": everything, "is_object": is_object and len(readers) == 1}
+        self.input = joined([Input(reader, options.key, **form) for reader in readers])
+        self.options = options = options._replace(key=self.input.key)
+        self.reader, self.arrays, self.metadata = self.input.reader, self.input.arrays, self.input.metadata
+        self.checkpoint = self.reader.checkpoint
+        self.weights_only, self.others, self.omitted = self.input.weights_only, self.input.others, self.input.omitted
         self.entries: list[TargetTensor] = []
         self.aliases: list[tuple[str, str]] = []
         self.in_parts: list[str] = []
-        self.omitted: list[Omission] = []
         self.renamed: list[tuple[str, str]] = []
+        self.repeated: list[str] = []
         self.dropped: list[tuple[Path, Any]] = []
         self.root: Any = None
         self.flattened: Flattened | None = None
         self.universal: Universal | None = None
         self.placed: list[TargetTensor] = []
         self.numbers: list[str] = []
-        self._modules = _module_paths(source.checkpoint.tensors)
-        # An array inside an object cannot go into the object of the target.
-        self.reader, self.arrays = with_arrays(source, self._modules, into_objects=not is_object)
-        self.checkpoint = self.reader.checkpoint
-        selected = self._select()
+        selected = self._select(self.input.chosen)
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
         before = len(self.omitted)
@@ -233,7 +294,7 @@ class ConversionPlan:
             if format_ == "npz":
                 members = [(entry.name, member_name(entry.name)) for entry in self.entries]
                 self.renamed += [(name, member) for name, member in members if name != member]
-            self._drop_everything(selected)
+            self.dropped += self.input.rest()
             self.nbytes = sum(entry.nbytes for entry in self.entries)
         if not self.entries and not self.carried:
             name, why, _ = self.omitted[before]
@@ -244,73 +305,71 @@ class ConversionPlan:
         """Tensors that a torch zip takes over as the calls that rebuild them."""
         return [entry for entry in self.placed if entry.call is not None]
 
-    def _select(self) -> list[TargetTensor]:
-        """The requested tensors, named as in a ``state_dict()``."""
-        checkpoint, strip = self.checkpoint, self.options.strip
-        key = _dotted(self.options.key)
-        below = f"{key}." if key else ""
-        chosen = [tensor for tensor in checkpoint.tensors if f"{_dotted(tensor.name)}.".startswith(below)]
-        if key and not chosen:
-            from difflib import get_close_matches
-
-            keys = [candidate.key for candidate in candidates(checkpoint) if candidate.key]
-            near = get_close_matches(self.options.key, keys, 3) or keys[:3]
-            fix = f"There is {', '.join(near)}; --list shows all." if near else "--list shows what there is."
-            what = f"there is no tensor below the key {self.options.key!r}"
-            raise ConvertError(what, where=checkpoint.path, fix=fix)
-        self.others = sum(tensor.path not in self.arrays for tensor in checkpoint.tensors)
-        self.others -= sum(tensor.path not in self.arrays for tensor in chosen)
-        self.omitted += [
-            Omission(problem.where or "…", f"not all of it was searched: {problem.detail}", lost=True)
-            for problem in checkpoint.problems
-            if problem.code in ("tree-too-deep", "tree-too-large")  # there may be tensors beyond
-        ]
-        kept: list[tuple[str, Tensor]] = []
-        matched: set[str] = set()
-        for tensor in chosen:
-            if why := self._why_omitted(tensor, key):
-                self.omitted.append(Omission(tensor.name, why))
+    def _select(self, chosen: list[tuple[str, Tensor]]) -> list[TargetTensor]:
+        """The requested tensors, under their names in the target."""
+        checkpoint, options = self.checkpoint, self.options
+        names = Names(options)
+        kept: list[tuple[str, Tensor, str | None]] = []
+        firsts: dict[str, Tensor] = {}
+        self.moved = False
+        for name, tensor in chosen:
+            place = name.removesuffix(str(tensor.path[-1])) if tensor.path else ""
+            place = name[: name.rfind("/") + 1] if place == name else place
+            # The names that inspect shows: those of a composed checkpoint are joined with dots.
+            shown = name if self.input.names or not checkpoint.traits.composed else dotted(name)
+            new = names.stripped(name)
+            if not names.is_chosen(other := names.stripped(shown)):
+                self.others += tensor.path not in self.arrays
                 continue
-            name = (tensor.name[len(key) + 1 :] if key else tensor.name) or tensor.name.rpartition("/")[2]
-            parent, slash, last = name.rpartition("/")
-            # A prefix is stripped from the whole name, or from the last component of a nested one.
-            prefix = next((each for each in strip if name.startswith(each) or last.startswith(each)), "")
-            matched.add(prefix)
-            new = name[len(prefix) :] if name.startswith(prefix) else f"{parent}{slash}{last[len(prefix) :]}"
-            kept.append((new, tensor))
-        self.unmatched = [prefix for prefix in dict.fromkeys(strip) if prefix not in matched]
-        distinct = _Distinct(name for name, _ in kept)
+            step = None
+            if options.rename is not None:
+                renamed = options.rename(other)
+                if renamed is None:
+                    self.others += tensor.path not in self.arrays
+                    continue
+                if renamed != other:
+                    inside = renamed.startswith(shown[: len(place)])  # it stays in its dictionary
+                    self.moved |= not inside
+                    step = renamed[len(place) :] if inside else None
+                    new = f"{place}{step}" if inside else renamed
+            if self.input.names and (first := firsts.setdefault(new, tensor)).path[0] != tensor.path[0]:
+                self._refuse_different(new, first, tensor)
+                continue
+            kept.append((new, tensor, step))
+        names.refuse_unused(checkpoint.path)
+        if chosen and not kept:
+            raise ConvertError("no tensor is left to convert", where=checkpoint.path)
+        self.unmatched = names.unmatched
+        distinct = _Distinct(name for name, _, _ in kept)
         selected = []
-        for name, tensor in kept:
+        owners: dict[str, Tensor] = {}
+        for name, tensor, step in kept:
             writable = name.encode("utf-8", "backslashreplace").decode()  # UTF-8 has no half of a surrogate pair
             writable = writable or "tensor"
             writable = f"{writable}#2" if writable == self.target.metadata else writable
             unique = distinct(writable, invented=writable != name)
-            if unique != writable and strip:
+            owner = owners.setdefault(writable, tensor)
+            if unique != writable and options.rename is not None and owner.name != tensor.name:
+                what = f"{owner.name} and {tensor.name} would both be called {writable!r}"
+                raise ConvertError(what, where=checkpoint.path, fix="Rename one of them to something else, or drop it.")
+            if unique != writable and options.strip:
                 what = f"two tensors would be called {writable!r} without the prefix"
                 raise ConvertError(what, fix="Strip another prefix.")
             if unique != name:
                 self.renamed.append((name, unique))
-            selected.append(TargetTensor(unique, tensor, cast_dtype(tensor.dtype, self.options.dtype)))
+            entry = TargetTensor(unique, tensor, cast_dtype(tensor.dtype, options.dtype))
+            entry.key = step
+            selected.append(entry)
         return selected
 
-    def _why_omitted(self, tensor: Tensor, key: str) -> str:
-        """Why a ``state_dict()`` would not contain a tensor; empty if it would."""
-        path = tensor.path
-        if is_constant(self.checkpoint, tensor):
-            wanted = {"CONSTANTS", "constants"}.intersection(key.split("."))
-            return "" if wanted else "a constant of the program's code, not a weight"
-        module = next((path[:length] for length in range(len(path)) if path[:length] in self._modules), None)
-        if module is None:
-            return ""
-        inside = path[len(module) :]
-        while inside[:1] == ("_modules",):
-            inside = inside[2:]
-        if len(inside) != 2 or inside[0] not in _WEIGHTS:
-            return "an attribute of a module, which state_dict() does not have"
-        # The reader names a buffer by its whole path if state_dict() would not contain it.
-        hidden = inside[0] == "_buffers" and tensor.name.endswith(f"_buffers/{inside[1]}")
-        return "a buffer registered with persistent=False" if hidden else ""
+    def _refuse_different(self, name: str, one: Tensor, other: Tensor) -> None:
+        """Raise if two inputs have different tensors of the same name."""
+        why = difference(self.reader, one, other)
+        if why:
+            what = f"{name} is in {one.path[0]} and in {other.path[0]}, {why}"
+            fix = "Convert one of them by itself first, with --drop or --rename."
+            raise ConvertError(what, where=self.checkpoint.path, fix=fix)
+        self.repeated.append(name)
 
     def _plan_entries(self, selected: Iterable[TargetTensor]) -> None:
         """Choose what the target can store: dense tensors, and the parts of tensors that consist of others."""
@@ -361,25 +420,25 @@ class ConversionPlan:
         if distinct and self.format == "torch":
             carry_over(checkpoint, selected)
         self._plan_entries(entry for entry in selected if entry.call is None)
-        root, start = self._root(selected)
+        root, start = self.input.part()
         stored = set(self.entries)
         kept = [entry for entry in selected if entry.call is not None or entry in stored]
         structure = None
         form = checkpoint.traits
         has_object = root is not None and not form.program and (form.composed or not form.several)
-        if has_object and distinct and not self.in_parts:
-            stripped = bool(self.options.strip)
-            structure = Structure(root, start, kept, tensors=paths, modules=self._modules, stripped=stripped)
+        if has_object and distinct and not self.in_parts and not self.moved:
+            stripped, modules = bool(self.options.strip), self.input.modules
+            structure = Structure(root, start, kept, tensors=paths, modules=modules, stripped=stripped)
         if structure is not None and len(structure.placed) == len(kept):
             self.root, self.placed, self.dropped = structure.root, structure.placed, structure.dropped
             self.numbers = structure.numbers
-            self.renamed = self.renamed if self.options.strip or self._modules else []
+            self.renamed = self.renamed if self.options.strip or self.input.modules else []
         else:
             self.placed = [*self.entries, *(entry for entry in selected if entry.call is not None)]
             for entry in self.placed:
                 entry.state = True
             self.root = Dict([part for entry in self.placed for part in (entry.name, entry)])
-            self._drop_everything(selected)
+            self.dropped += self.input.rest()
         if self.format == "universal":
             from transload.writing.to_universal import Universal
 
@@ -402,41 +461,6 @@ class ConversionPlan:
         self.nbytes = sum(entry.nbytes for entry in self.storages) + sum(entry.tensor.nbytes for entry in self.carried)
         expand = TargetTensor, TensorCalls(self.storages, checkpoint.storages).tensor
         self.opening = opening_records(dumps(self.root, expand=expand))
-
-    def _drop_everything(self, selected: list[TargetTensor]) -> None:
-        """Drop the source's object, or what is below the key; its tensors are stored by themselves."""
-        checkpoint, form = self.checkpoint, self.checkpoint.traits
-        if form.metadata == "values":
-            from transload.formats.gguf import header_values
-
-            values = header_values(self.reader.open_file(""))
-            # With two components the path cannot be that of a tensor, which may have the name of a value.
-            self.dropped.append(((checkpoint.format, "metadata"), Dict.of(values.items())))
-        main = [pickle for pickle in checkpoint.pickles if pickle.main]
-        several = len(main) > 1 or any(pickle.path for pickle in main)
-        if not self.options.key and several and not form.composed:
-            for pickle in main:  # the object of each file
-                if any(leaf.path[: len(pickle.path)] == pickle.path for leaf in checkpoint.leaves):
-                    self.dropped.append((pickle.path, pickle.root))
-            return
-        root, path = self._root(selected)
-        if root is not None and not form.program:
-            self.dropped.append((path, root))
-
-    def _root(self, selected: list[TargetTensor]) -> tuple[Any, Path]:
-        """The object to convert and its path; ``None`` if the key does not name a container in the object."""
-        root, wanted = self._object, _dotted(self.options.key)
-        if not wanted:
-            return root, ()
-        for entry in selected:
-            path = entry.tensor.path
-            for length in range(1, len(path)):
-                # Spelled as in names, which leave out the _modules dictionaries of modules.
-                spelled = ".".join(str(step) for step in path[:length] if step != "_modules")
-                if _dotted(spelled) == wanted:
-                    node = node_at(root, path[:length])
-                    return (None, ()) if node is None else (node, path[:length])
-        return None, ()
 
 
 class _Distinct:
@@ -465,50 +489,6 @@ class _Distinct:
         return new
 
 
-def _dotted(text: str) -> str:
-    """A path with one separator: ``model.state_dict`` and ``model/state_dict`` are the same key."""
-    return text.replace("/", ".")
-
-
-def _module_paths(tensors: Iterable[Tensor]) -> set[Path]:
-    """The paths of pickled modules that have parameters or buffers, and of the modules that contain them."""
-    paths: set[Path] = set()
-    for tensor in tensors:
-        path = tensor.path
-        if path[-2:-1] and path[-2] in _WEIGHTS and not tensor.name.endswith("/".join(map(str, path[-2:]))):
-            path = path[:-2]
-            while path not in paths:
-                paths.add(path)
-                if path[-2:-1] == ("_modules",):
-                    path = path[:-2]
-    return paths
-
-
-def _with_aliases(reader: ElementReader) -> tuple[ElementReader, dict[str, str]]:
-    """The source with tied tensors under every name, and the rest of its metadata."""
-    checkpoint = reader.checkpoint
-    metadata = reader.header_metadata()
-    by_name = {tensor.name: tensor for tensor in checkpoint.tensors}
-    names = aliases_in(metadata, by_name)
-    tied = [by_name[kept]._replace(name=name, path=(name,)) for name, kept in names.items()]
-    others = {key: value for key, value in metadata.items() if key not in names and key != "format"}
-    checkpoint = replace(checkpoint, tensors=(*checkpoint.tensors, *tied))
-    return ElementReader(checkpoint, reader.open_file, reader.files), others
-
-
-def _with_paths_as_names(checkpoint: Checkpoint) -> Checkpoint:
-    """A composed checkpoint whose names are its paths, joined by slashes, even if it joins them with dots."""
-    values = {value.path for value in checkpoint.values}
-    tensors = []
-    for tensor in checkpoint.tensors:
-        path = tensor.path
-        own = [*map(str, next((path[:length] for length in range(len(path)) if path[:length] in values), path))]
-        inside = tensor.name.removeprefix(".".join(own))  # in a value, which names its own tensors
-        name = "/".join(own) + inside if inside != tensor.name else tensor.name
-        tensors.append(tensor._replace(name=name))
-    return replace(checkpoint, tensors=tuple(tensors))
-
-
 # -- notes about the target
 
 _SHOWN = 20
@@ -525,7 +505,7 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
             yield f"the index of other shards still exists, and some loaders prefer it: {index}"
         if others := sorted({os.path.basename(path) for path, _ in sibling_files(index, SHARD)} - ours):
             yield f"other shards of that name still exist: {join_names(others, _SHOWN)}"
-        tensors = () if plan.options.key else plan.checkpoint.tensors
+        tensors = () if plan.options.key or plan.input.names else plan.checkpoint.tensors
         parts = list(dict.fromkeys(str(tensor.path[0]).partition("/")[0] for tensor in tensors if len(tensor.path) > 1))
         if len(parts) > 1 and any("optim" in part.lower() for part in parts):
             yield f"it also holds an optimizer; --key converts one part alone: {join_names(parts, _SHOWN)}"
@@ -545,6 +525,10 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     if any(problem.code == "dcp-shape-inferred" for problem in plan.checkpoint.problems):
         yield "the shapes are inferred from the pieces: if files of the last ranks are missing, tensors are too small"
+    if plan.repeated:
+        yield f"in more than one input, with equal values: {join_names(plan.repeated, _SHOWN)}"
+    if plan.moved and not form.several and plan.target.is_object:
+        yield "--rename moves tensors out of their dictionaries: the target has no others, only names"
     for prefix in plan.unmatched:
         yield f"no name begins with the prefix {prefix!r}"
     arrays = dict.fromkeys(entry.name for entry in plan.entries if entry.tensor.path in plan.arrays)
@@ -585,46 +569,3 @@ def _first(names: list[str], sentence: str) -> Iterator[str]:
     yield from (sentence.format(name) for name in names[:_SHOWN])
     if len(names) > _SHOWN:
         yield f"{sentence.format('…')}, and so are {len(names) - _SHOWN:,} more"
-
-
-# -- the parts that a key can choose
-
-_MAX_CANDIDATES = 200  # an optimizer's state has one for each parameter
-_MAX_LEVELS = 3
-
-
-class Candidate(NamedTuple):
-    """A part of a checkpoint that ``--key`` can choose; the key is empty for the whole."""
-
-    key: str
-    kind: str
-    tensors: int
-    nbytes: int
-
-
-def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
-    """Every part of a checkpoint that contains tensors: the whole first, then in file order."""
-    form = checkpoint.traits
-    parts: dict[str, list[Tensor]] = {"": []}
-    for tensor in checkpoint.tensors:
-        parts[""].append(tensor)
-        # The names of a composed checkpoint may join the keys of nested dictionaries with dots.
-        steps = [*map(str, tensor.path[:-1])] if form.composed else tensor.name.split("/")[:-1]
-        for length in range(1, min(len(steps), _MAX_LEVELS) + 1):
-            key = "/".join(steps[:length])
-            if key in parts or len(parts) < _MAX_CANDIDATES:
-                parts.setdefault(key, []).append(tensor)
-    out: list[Candidate] = []
-    for key, tensors in parts.items():
-        if len(parts) > _MAX_LEVELS and key.rpartition("/")[2].isdecimal():
-            continue  # one of many similar parts: optimizer/state/17
-        depth = len(key.split("/")) if key else 0
-        kind = "tensors"
-        if any("_parameters" in tensor.path or "_buffers" in tensor.path for tensor in tensors):
-            kind = "module"
-        elif any("/" in tensor.name[len(key) :].removeprefix("/") for tensor in tensors):
-            kind = "nested"
-        elif any("." in str(tensor.path[depth]) for tensor in tensors if len(tensor.path) > depth):
-            kind = "state dict"
-        out.append(Candidate(key, kind, len(tensors), sum(tensor.nbytes for tensor in tensors)))
-    return tuple(out)

@@ -15,6 +15,7 @@ from typing import Any
 from transload.checkpoint import Checkpoint, Storage, Tensor
 from transload.contents import byte_span, tie_of
 from transload.dtypes import ITEMSIZE, STORAGE_CLASSES
+from transload.errors import ConvertError
 from transload.formats.graph import call_items, last_pairs, node_at, short_key
 from transload.geometry import contiguous
 from transload.nodes import Call, Dict, Global, Persistent, called, storage_id
@@ -164,6 +165,7 @@ class Structure(BoundedWalk):
             kept = type(node)(None if value is NOTHING else value for value in values)
         else:
             items: list[Any] = []
+            renamed: list[str] = []
             for value, key, _ in last_pairs(call_items(node) if ordered else node.items):
                 step = (*path, short_key(key))
                 if type(key) not in KEY_TYPES:
@@ -173,12 +175,19 @@ class Structure(BoundedWalk):
                 if inner is NOTHING:
                     continue
                 named = type(inner) is TargetTensor and type(key) is str and inner.tensor.name.endswith(key)
-                if self._stripped and named:
+                if type(inner) is TargetTensor and inner.key is not None:
+                    key = inner.key  # noqa: PLW2901 - the same tensor under its new name
+                    renamed.append(key)
+                elif self._stripped and named:
                     if len(inner.tensor.name) == len(key):
                         key = inner.name  # noqa: PLW2901 - the same key under its new name
                     elif "/" not in key:
                         key = inner.name.rpartition("/")[2]  # noqa: PLW2901 - as above
                 items += [key, inner]
+            keys = items[::2]
+            if twice := next((key for key in renamed if keys.count(key) > 1), None):
+                place = "/".join(map(str, path)) or "the root"
+                raise ConvertError(f"{place} has a value under the new name {twice!r} already")
             kept = Dict(items)
             if ordered:
                 kept = Call(node.callee, (), "reduce", 0)

@@ -50,7 +50,8 @@ class TargetTensor:
     are known; ``infinite`` counts finite numbers that became infinite.
 
     In a torch zip it is a view of storage number ``storage``, with ``offset`` and ``stride``; or it is carried over,
-    and ``call`` rebuilds it. ``state``: it is in a module's state dict, where parameters are plain tensors.
+    and ``call`` rebuilds it. ``state``: it is in a module's state dict, where parameters are plain tensors. ``key`` is
+    its new key in the dictionary that has it, if it gets one.
     """
 
     name: str
@@ -61,6 +62,7 @@ class TargetTensor:
     infinite: int = 0
     call: Call | None = None
     state: bool = True
+    key: str | None = None
     storage: int = -1
     offset: int = 0
     stride: tuple[int, ...] = ()

@@ -21,12 +21,12 @@ from transload.io.sources import SourceLike
 from transload.loading import check_settings
 from transload.loading.handles import Prepared, TensorReader, build_node
 from transload.loading.into.compare import SHOWN, Comparison, Unbuilt, described, modules_of
-from transload.loading.into.keys import key_function
 from transload.loading.into.ranks import Ranks, seen
 from transload.loading.into.shards import gathers, local_tensor, meta_devices, own_hooks, reshard
 from transload.loading.placement import Shortage, devices_here
 from transload.loading.refusal import refuse_piece, refuse_unmerged
 from transload.opening.jobs import Settings
+from transload.opening.renaming import Renaming
 from transload.render.words import plural
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def load_into(
     with ExitStack() as files:
         with ranks:
             settings = check_settings(threads, pinned_mb, direct)
-            user_rename = None if rename is None else cache(key_function(rename))
+            user_rename = None if rename is None else cache(Renaming(rename))
             opened = TensorReader(f, "auto" if device is None else device)
             files.enter_context(opened)
             refuse_unmerged(opened.checkpoint)

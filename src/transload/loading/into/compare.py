@@ -20,10 +20,11 @@ from transload.errors import TransloadError, UsageError
 from transload.findings import join_names
 from transload.frozen import NamedTuple
 from transload.loading.handles import Index, TensorReader, build_node
-from transload.loading.into.keys import MARKERS, KeyFunction, Renamed, Shape, find, key_function, likely_renames
+from transload.loading.into.keys import MARKERS, Renamed, Shape, find, likely_renames
 from transload.loading.into.shards import WRAPPERS, Part, dtensor_classes, flat_parts, local_tensor, own_hooks, parts_of
 from transload.nodes import Call, Dict
 from transload.opening import CheckpointFile
+from transload.opening.renaming import KeyFunction, Renaming
 from transload.render.words import plural
 
 if TYPE_CHECKING:
@@ -369,7 +370,7 @@ def _renaming(before: Comparison, renames: Sequence[Renamed]) -> str:
             group = old[: old.find(".", len(theirs)) + 1] or old
             table[group] = new if group == old else match.rename(group)
     try:
-        after = Comparison(before.model, before.opened, before.prefix, key_function(table))
+        after = Comparison(before.model, before.opened, before.prefix, Renaming(table))
     except UsageError:  # several keys would get the same name, or several places fit
         return ""
     count = len(after.match.tensors)

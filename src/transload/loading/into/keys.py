@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, product
-from typing import Any
 
 from transload.checkpoint import Checkpoint, Key, Tensor
 from transload.errors import UsageError
 from transload.findings import join_names
 from transload.frozen import NamedTuple
 from transload.opening.elements import is_constant
+from transload.opening.renaming import KeyFunction
 
-KeyFunction = Callable[[str], str | None]
-"""The new name of a key, or ``None`` to leave it out."""
 Shape = tuple[int, ...] | None
 """``None`` if any shape fits."""
 Renamed = tuple[str, str, list[tuple[str, str]]]
@@ -38,54 +36,6 @@ _INNER = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_modu
 _AVERAGED = re.compile(r"(?<![a-z])(?:ema|swa|avg|average[ds]?|shadow)(?![a-z])|callbacks$", re.IGNORECASE)
 """Places for a moving average of the weights, beside the weights themselves: ``state_dict_ema`` of timm,
 ``params_ema`` of BasicSR, ``ema`` of YOLO, the SWA callback of Lightning."""
-_FIX = "Pass {'encoder.': 'backbone.'}, [(r'^encoder\\.', 'backbone.')], or a function of a key."
-
-
-def key_function(rename: Any) -> KeyFunction:
-    r"""One function for all forms of ``rename``; ``UsageError`` for anything else.
-
-    >>> rename = key_function({"encoder.": "backbone.", "head.bias": None})
-    >>> rename("encoder.weight"), rename("head.bias"), rename("head.weight")
-    ('backbone.weight', None, 'head.weight')
-    >>> key_function((r"layer(\d+)", r"layers.\1"))("layer3.weight")
-    'layers.3.weight'
-    """
-    if isinstance(rename, Mapping):
-        for old, new in rename.items():
-            if not isinstance(old, str) or not isinstance(new, str | None):
-                raise UsageError(f"rename has {old!r}: {new!r}, which does not map one key to another", fix=_FIX)
-        prefixes = sorted((old for old in rename if not old or old.endswith(".")), key=len, reverse=True)
-
-        def renamed(key: str) -> str | None:
-            old = key if key in rename else next((old for old in prefixes if key.startswith(old)), None)
-            new = key if old is None else rename[old]
-            return new if old is None or new is None else new + key[len(old) :]
-    elif callable(rename):
-
-        def renamed(key: str) -> str | None:
-            new = rename(key)
-            if isinstance(new, str | None):
-                return new
-            what = f"the function given as rename returned {type(new).__name__} for {key!r}"
-            raise UsageError(what, fix="Return the new key, or None to leave it out.")
-    elif isinstance(rename, list | tuple):
-        single = len(rename) == 2 and isinstance(rename[0], str | re.Pattern)
-        steps: list[tuple[re.Pattern[str], str]] = []
-        try:
-            for pair in [rename] if single else rename:
-                old, new = pair
-                steps.append((re.compile(old), new))
-                re.sub(old, new, "")
-        except (TypeError, ValueError, LookupError, re.error) as error:
-            raise UsageError(f"rename has {pair!r}, which cannot be used: {error}", fix=_FIX) from error
-
-        def renamed(key: str) -> str | None:
-            for pattern, new in steps:
-                key = pattern.sub(new, key)
-            return key
-    else:
-        raise UsageError(f"rename is of type {type(rename).__name__}", fix=_FIX)
-    return renamed
 
 
 class Rename(NamedTuple):
