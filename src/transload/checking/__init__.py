@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transload.checking.torch_says import InstalledTorch, Prediction, read_bytes, torch_says
 from transload.checkpoint import Checkpoint
@@ -42,6 +42,9 @@ from transload.render.lines import BLANK, Block, Prose, Table, Words, heading, n
 from transload.render.words import path_text, plural, printable, size
 from transload.steps import tables
 
+if TYPE_CHECKING:
+    from transload.loading.into.fitting import Fit
+
 __all__ = ["Check", "Compatibility", "check", "check_here", "is_cuda_compatible", "report", "several"]
 
 
@@ -51,7 +54,7 @@ class Check(Frozen, Reported):
     ``ok`` is whether it would load and fit; if not, ``refusal`` says why in a sentence. ``plan`` is where everything
     goes. ``torch`` is what plain ``torch.load(path)`` would do instead, with its message word for word if
     ``torch.exact``. ``packages`` are those that the file imports names from; ``cuda`` is whether its CUDA fits.
-    ``findings`` are what matters about it here, errors first.
+    ``findings`` are what matters about it here, errors first. ``fit`` is how it fits the model, if there is one.
     """
 
     checkpoint: Checkpoint
@@ -64,11 +67,12 @@ class Check(Frozen, Reported):
     cuda: Compatibility
     refusal: str
     findings: tuple[Finding, ...]
+    fit: Fit | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether it would load as asked."""
-        return not self.refusal
+        """Whether it would load as asked; with a model, whether ``load_into`` would fill that."""
+        return not self.refusal if self.fit is None else self.fit.ok and self.plan.ok
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, schema 1."""
@@ -88,30 +92,41 @@ class Check(Frozen, Reported):
             "packages": [package.to_dict() for package in self.packages],
             "cuda": self.cuda.to_dict(),
             "findings": [finding.to_dict() for finding in self.findings],
+            **({} if self.fit is None else {"model": self.fit.to_dict()}),
         }
 
     def _blocks(self) -> Iterator[Block]:
         return report(self)
 
 
-def check(path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine | None = None) -> Check:
+def check(
+    path: str | os.PathLike[str], device: Any = AUTO, *, machine: Machine | None = None, model: Any = None
+) -> Check:
     """Whether a checkpoint can be loaded, and on which devices, here or on another machine that was examined.
 
     ``device`` is what ``load`` takes as ``map_location``. torch is not imported and need not be installed: the devices
     are those that the doctor's probes find.
 
+    ``model`` asks whether the checkpoint fits it, as ``load_into`` compares the two: a ``torch.nn.Module``, or a
+    function or class that returns one, which is called on the meta device; or the name of such a function,
+    ``"package.module:function"``, or ``"transformers:NAME_OR_DIR"``. This needs torch.
+
     >>> transload.check("model.pt").plan.device_of("cuda:0")  # doctest: +SKIP
     'cpu'
     """
+    if model is not None:
+        from transload.loading.into.fitting import built
+
+        model = built(model)
     if machine is None:
-        return check_here(path, device, doctor(torch=False))
+        return check_here(path, device, doctor(torch=False), model)
     from transload.diagnose.report import judge_machine
 
-    return checked(_inspected(path), judge_machine(machine), device, machine.variables.values)
+    return _compared(checked(_inspected(path), judge_machine(machine), device, machine.variables.values), path, model)
 
 
-def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) -> Check:
-    """As ``check``, for this machine, which was already examined."""
+def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis, model: Any = None) -> Check:
+    """As ``check``, for this machine, which was already examined, and a model that was already built."""
     from transload.opening.engine import forecast
 
     result = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
@@ -119,7 +134,16 @@ def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis) 
     cuda = sum(move.nbytes for move in result.plan.moves if move.device.startswith("cuda"))
     host = sum(move.nbytes for move in result.plan.moves) - cuda
     how = forecast(os.fspath(path), host, cuda).why if result.plan.ok and host + cuda else ""
-    return replace(result, plan=replace(result.plan, how=how))
+    return _compared(replace(result, plan=replace(result.plan, how=how)), path, model)
+
+
+def _compared(result: Check, path: str | os.PathLike[str], model: Any) -> Check:
+    """The same with how the file fits a model, if there is one."""
+    if model is None:
+        return result
+    from transload.loading.into.fitting import fit
+
+    return replace(result, fit=fit(path, model))
 
 
 def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
@@ -563,7 +587,8 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     for check in results:
         devices = ", ".join(dict.fromkeys(move.device for move in check.plan.moves if move.device)) if check.ok else ""
         loads = ("loads in part", "trust") if _left_out(check.checkpoint) else ("loads", "good")
-        verdict = (loads if check.ok else ("cannot be loaded", "bad"),)
+        misfits = check.fit is not None and not check.fit.ok
+        verdict = (loads if check.ok else ("does not fit" if misfits else "cannot be loaded", "bad"),)
         columns = format_words(check.checkpoint), size(check.checkpoint.nbytes)
         rows.append((path_text(check.checkpoint.path), *columns, verdict, devices))
     if results:
@@ -572,9 +597,18 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     bad = [check for check in results if not check.ok]
     for check in bad:
         yield from heading(path_text(check.checkpoint.path, None))
-        yield Prose(printable(check.refusal, None), lead=(("✗ ", "bad"),))
+        why = check.fit.why.partition("\n")[0] if check.fit is not None else ""
+        yield Prose(printable(why or check.refusal, None), lead=(("✗ ", "bad"),))
     hint = "transload check FILE says more about one" if bad else ""
     yield from tally(total, len(results), len(bad), "cannot be loaded", hint)
+
+
+def _fit_words(fit: Fit) -> str:
+    """Whether a model fits, in a phrase."""
+    if not fit.ok:
+        return f"it does not fit {fit.model}, see below"
+    place = f", found in {fit.found}" if fit.found else ""
+    return f"it fits {fit.model}: {plural(fit.matched, 'key')}{place}"
 
 
 def report(check: Check) -> Iterator[Block]:
@@ -583,12 +617,12 @@ def report(check: Check) -> Iterator[Block]:
     left = _left_out(checkpoint)
     loads = f"it loads without {left:,} of its {len(checkpoint.tensors):,} tensors, see below"
     loads = loads if left else "it loads"
-    verdict = loads if check.ok else f"it cannot be loaded: {check.refusal}"
+    verdict = f"it cannot be loaded: {check.refusal}" if check.refusal else loads
     content = f"{format_words(checkpoint)}, {plural(len(checkpoint.tensors), 'tensor')}"
     prediction = checkpoint.prediction.removeprefix("torch.load ") or "cannot be predicted"
     torch_load = {"loads": "loads it", "raises": "fails, as shown below", "unknown": prediction}[outcome.outcome]
     summary = [
-        ("here", verdict, "bad" if not check.ok else "trust" if left else "good"),
+        ("here", verdict, "bad" if check.refusal else "trust" if left else "good"),
         ("file", f"{content} of {size(checkpoint.tensor_nbytes)}", ""),
         ("torch.load", torch_load, ""),
     ]
@@ -598,8 +632,17 @@ def report(check: Check) -> Iterator[Block]:
     if checkpoint.tensors or not check.cuda:
         summary.append(("CUDA", check.cuda.reason, "" if check.cuda else "bad"))
     yield Prose(((path_text(checkpoint.path, None), "strong"),))
+    if check.fit is not None:
+        summary.append(("model", _fit_words(check.fit), "good" if check.fit.ok else "bad"))
     for label, words, role in summary:
         yield row(label, printable(words, None), role)
+    if check.fit is not None:
+        for text in check.fit.notes:
+            yield row("", printable(text, None), "dim")
+        if not check.fit.ok:
+            yield from heading(f"load_into({check.fit.model}, FILE) says")
+            for line in (*check.fit.why.split("\n"), *filter(None, check.fit.fix.split("\n"))):
+                yield Prose(printable(line, None), lead="  ")
     if plan.moves:
         yield from heading("where it lands", f"map_location={printable(repr(check.map_location), 60)}")
         yield from plan_blocks(plan)

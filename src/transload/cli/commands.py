@@ -219,7 +219,12 @@ def run_check(arguments: Namespace) -> int:
             refuse_unknown(name, "auto, none")
     device = None if arguments.device == "none" else names if len(names) > 1 else names[0]
     paths = expand_paths(arguments.paths)
-    examine = partial(check_here, device=device, diagnosis=doctor(torch=False))
+    model = None
+    if arguments.model is not None:
+        from transload.loading.into.fitting import built
+
+        model = built(arguments.model)
+    examine = partial(check_here, device=device, diagnosis=doctor(torch=False), model=model)
     return for_each(arguments, paths, examine, report, several)[2]
 
 
