@@ -119,8 +119,31 @@ COMMON: dict[str, Callable[[], bytes]] = {
     "infer.py": INFER.encode,
     "train.py": bytes,
 }
+LORA = {
+    "base_model.model.fc.lora_A.weight": torch.ones(1, 4),
+    "base_model.model.fc.lora_B.weight": torch.ones(2, 1),
+}
+"""The matrices of an adapter for a linear module."""
+
+
+def safetensors(tensors: dict[str, Any]) -> bytes:
+    """A safetensors file, which needs no package to be written."""
+    stream, header, at = io.BytesIO(), {}, 0
+    for name, tensor in tensors.items():
+        data = tensor.numpy().tobytes()
+        stream.write(data)
+        header[name] = {"dtype": "F32", "shape": [*tensor.shape], "data_offsets": [at, at := at + len(data)]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + stream.getvalue()
+
+
 PAGE_FILES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
     ("overview.md", ""): {"train.py": INFER.encode},
+    ("convert.md", ""): {
+        "base.safetensors": lambda: safetensors({"fc.weight": torch.ones(2, 4), "fc.bias": torch.zeros(2)}),
+        "adapter/adapter_model.safetensors": lambda: safetensors(LORA),
+        "adapter/adapter_config.json": json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 2}).encode,
+    },
     ("diff.md", ""): {"other.pt": other_model},
     ("doctor.md", "Several machines"): dict.fromkeys(("machine.json", "other.json"), machine),
     ("rescue.md", "transload rescue"): {"broken.pt": flipped},
@@ -136,6 +159,7 @@ def lay_out(folder: Path, page: str, section: str) -> None:
     """Write the files that the pages name, as they are at the start of a section; files that a page created stay."""
     page_files = PAGE_FILES.get((page, section), PAGE_FILES.get((page, ""), {}))
     for name, content in {**COMMON, **page_files}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content())
     if page in ("recipes.md", "ranks.md") and not (folder / "step-1000").exists():
         distributed(folder / "step-1000")

@@ -64,6 +64,7 @@ ALLOWED = {
     "transload.diagnose.probes.ask_store": "torch",
     "transload.io.buckets": "fsspec obstore",
     "transload.io.cuda_driver": "torch",
+    "transload.writing.lora": "torch",
 }
 # A plugin is imported by the program that it is for.
 PLUGINS = {"transload.integrations.pytest": "pytest"}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.each import each, for_each
+from tests.schema import validate
 
 from transload.cli.main import main
 from transload.converting import convert
@@ -19,6 +20,7 @@ from transload.opening import inspect
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
+SCHEMA = Path(__file__).parent.parent.parent / "docs" / "convert.schema.json"
 TARGETS = ("new.pt", "new.safetensors", "new.npz", "new/", "dcp")
 
 
@@ -184,6 +186,17 @@ def test_key_must_exist_in_each(train: str, others: list[str], tmp_path: Path) -
     assert caught.value.where == others[0]
 
 
+def test_what_no_source_can_keep_is_named_for_each(others: list[str], data: Path, tmp_path: Path) -> None:
+    whole = data / "torch-releases" / "torch-1.0.0-py2.7.18" / "whole_sequential_cuda0.pt"
+    made = convert([*others, whole], tmp_path / "new.safetensors")
+    alone = convert(whole, tmp_path / "alone.safetensors")
+    assert [each.name.partition("/")[2] for each in made.listed] == [each.name for each in alone.listed] != []
+    torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    with pytest.raises(ConvertError, match="there is no tensor to convert") as caught:
+        convert([*others, tmp_path / "empty.pt"], tmp_path / "new.pt")
+    assert caught.value.where == str(tmp_path / "empty.pt")
+
+
 def test_none_of_the_sources_is_overwritten(train: str, others: list[str]) -> None:
     before = Path(others[0]).read_bytes()
     with pytest.raises(UsageError, match="the target is the source itself"):
@@ -208,6 +221,10 @@ def test_command_merges_and_shows_what_it_read(
     assert main(["convert", train, *others, out]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert f"read {train} (5 tensors), {others[0]} (2 tensors)" in shown
+    assert main(["convert", train, *others, out, "--force", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    validate(document, SCHEMA)
+    assert [each["tensors"] for each in document["inputs"]] == [5, 2, 1]
     assert main(["convert", train, others[0], "--list"]) == 2
     assert main(["convert", train, "--force"]) == 2
     assert "DST is missing" in capsys.readouterr().err

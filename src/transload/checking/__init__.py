@@ -600,7 +600,8 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
         why = check.fit.why.partition("\n")[0] if check.fit is not None else ""
         yield Prose(printable(why or check.refusal, None), lead=(("✗ ", "bad"),))
     hint = "transload check FILE says more about one" if bad else ""
-    yield from tally(total, len(results), len(bad), "cannot be loaded", hint)
+    fault = "does not fit" if any(check.fit for check in results) else "cannot be loaded"
+    yield from tally(total, len(results), len(bad), fault, hint)
 
 
 def _fit_words(fit: Fit) -> str:

@@ -56,7 +56,8 @@ def run_convert(arguments: Namespace) -> int:
     out = paths.pop()
     for path in paths:
         finish_retag(path)
-    options = keywords(arguments, "to key strip only drop dtype optimizer allow_inf max_shard_size verify")
+    names = "to key strip only drop lora dtype optimizer allow_inf max_shard_size verify"
+    options = keywords(arguments, names)
     options["rename"] = [_rename_of(text) for text in arguments.rename] or None
     result = convert(paths, out, **options, overwrite=arguments.force, progress=not arguments.json)
     return show_result(result, report, arguments, 0 if result.complete and not result.listed else 1)

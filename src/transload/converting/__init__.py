@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import UsageError
+from transload.errors import CannotReadError, ConvertError, UsageError
 from transload.io.atomic import target_path
-from transload.io.sources import Progress, SourceLike
+from transload.io.paths import folder_of, is_folder
+from transload.io.sources import Progress, SourceLike, is_url
 from transload.judge.problems import refuse_broken
 from transload.opening import OpenCheckpoint
 from transload.opening.renaming import Renaming
@@ -40,6 +41,7 @@ def convert(
     only: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] = (),
     drop: str | re.Pattern[str] | Sequence[str | re.Pattern[str]] = (),
     rename: Any = None,
+    lora: str | os.PathLike[str] | None = None,
     dtype: str | torch.dtype = "",
     allow_inf: bool = False,
     optimizer: bool = False,
@@ -56,10 +58,11 @@ def convert(
     ``torch.distributed.checkpoint`` loads on any number of ranks), or ``universal`` (a universal checkpoint of
     DeepSpeed, from which any number of ranks resumes). ``key`` chooses a part (``"model"``), ``strip`` removes prefixes
     from the names (``"module."``). ``only`` and ``drop`` are regular expressions, which choose tensors by the names
-    that this leaves; ``rename`` changes these names, and may be all that it may be for ``load_into``. ``dtype`` (a
-    name, or a ``torch.dtype``) converts floating-point tensors, where a number that does not fit is an error unless
-    ``allow_inf``. From a DeepSpeed or Megatron directory, only the
-    weights are written, unless ``optimizer`` asks for everything. ``max_shard_size`` (``"5GB"``) splits safetensors
+    that this leaves; ``rename`` changes these names, and may be all that it may be for ``load_into``. ``lora`` is a
+    LoRA adapter of peft (its folder, or a file beside ``adapter_config.json``), which is merged into the weights; this
+    needs torch. ``dtype`` (a name, or a ``torch.dtype``) converts floating-point tensors, where a number that does not
+    fit is an error unless ``allow_inf``. From a DeepSpeed or Megatron directory, only the weights are written, unless
+    ``optimizer`` asks for everything. ``max_shard_size`` (``"5GB"``) splits safetensors
     into shards. ``verify`` compares the source with its checksums, and reads the target back, byte for byte, before it
     gets its name. ``progress`` is ``True`` for a line on the terminal, or a function that gets the bytes done and the
     total.
@@ -82,6 +85,7 @@ def convert(
         only=patterns_of(only, "--only"),
         drop=patterns_of(drop, "--drop"),
         rename=None if rename is None else Renaming(rename),
+        lora=None if lora is None else _adapter_config(os.fspath(lora)),
     )
     format_ = target_format(target, to)
     if options.max_shard_size and not TARGETS[format_].has_shards:
@@ -95,13 +99,36 @@ def convert(
     for source in sources:
         if isinstance(source, str | os.PathLike):
             refuse_source(os.fspath(source), target)
+    keys = [key for _ in sources]
+    if lora is not None:
+        if len(sources) > 1:
+            raise UsageError("an adapter is merged into one base model", fix="Name one source.")
+        refuse_source(os.fspath(lora), target)
+        sources, keys = [*sources, lora], [key, ""]
     with ExitStack() as files:
         inputs = [files.enter_context(OpenCheckpoint(source, lazy=True)) for source in sources]
-        for opened in inputs:
-            refuse_broken(opened.checkpoint, key)
+        for opened, part in zip(inputs, keys, strict=True):
+            refuse_broken(opened.checkpoint, part)
         (first, origin), *more = [(opened.elements, source) for opened, source in zip(inputs, sources, strict=True)]
         how: Any = {"verify": verify, "overwrite": overwrite, "progress": progress}
         return write_content(first, target, format_, options, src=origin, more=more, **how)
+
+
+def _adapter_config(path: str) -> dict[str, Any]:
+    """What the ``adapter_config.json`` of an adapter says: in its folder, or beside its file."""
+    from transload.formats.adapters import CONFIG, read_config
+
+    parent = path if is_folder(path) else path.rpartition("/")[0] if is_url(path) else os.path.dirname(path)
+    folder = folder_of(parent or os.curdir)[0]
+    fix = "Name the folder that peft's save_pretrained wrote: it says the scale and the type of the adapter."
+    try:
+        with closing(folder.open(CONFIG)) as source:
+            config = read_config(source)
+    except CannotReadError as error:
+        raise ConvertError(f"{CONFIG} cannot be read: {error.what}", where=path, fix=fix) from error
+    if not config:
+        raise ConvertError(f"{CONFIG} is no JSON object", where=path, fix=fix)
+    return config
 
 
 def parts(src: SourceLike) -> tuple[Candidate, ...]:

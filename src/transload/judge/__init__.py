@@ -71,6 +71,14 @@ def judge(checkpoint: Checkpoint, *, describe: bool = True) -> Checkpoint:
     elif any(problem.code == "rank-file" for problem in checkpoint.problems) and not form.several:
         facts = dict(checkpoint.facts)
         flavour = f"rank {facts['rank']} of {facts['world size']}" if "rank" in facts else "one rank's share"
+    elif (
+        describe and not (flavour or checkpoint.flavour) and any("lora" in tensor.name for tensor in checkpoint.tensors)
+    ):
+        from transload.formats.adapters import adapter_in, facts_of
+
+        if adapter := adapter_in(checkpoint.tensors):
+            flavour = "LoRA adapter"
+            checkpoint = replace(checkpoint, facts=(*facts_of(adapter), *checkpoint.facts))
     base: Safety = "code" if form.program else "data-only"
     judged = replace(
         checkpoint,

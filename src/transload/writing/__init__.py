@@ -90,7 +90,9 @@ def write_content(
         job = ConversionJob(plan.reader, dst, bundle, options.allow_inf, verify, report_progress or (lambda _: None))
         _WRITERS[format_](job, plan)
         if verify:
-            check_source([*plan.entries, *plan.carried], job)
+            read = plan.lora.tensors if plan.lora else ()
+            of_adapter = [TargetTensor(tensor.name, tensor, tensor.dtype) for tensor in read]
+            check_source([*plan.entries, *plan.carried, *of_adapter], job)
         leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.checkpoint.tensors))
         table: dict[str, Any] = {}
         if leftovers.data not in (None, {}, []):
@@ -121,6 +123,8 @@ def write_content(
         verified=verify,
         seconds=time.monotonic() - start,
         notes=tuple(notes(plan, job, leftovers)),
+        merged=sum(entry.delta is not None for entry in plan.entries),
+        replaced=sum(entry.tensor in plan.lora.replaced.values() for entry in plan.entries) if plan.lora else 0,
     )
     if overwrite and not table:
         with suppress(OSError):  # leftovers of an earlier conversion do not belong to this target
@@ -154,7 +158,8 @@ class Conversion(Frozen, Reported):
     cannot store and is not plain data, such as functions; no file has it. Plain data is in the file ``leftovers``.
     ``others`` counts tensors outside the key, or not chosen by name. ``notes`` also names the tensors that are numpy
     arrays in the source. ``inputs`` are the path, the format and the number of tensors of each source, if there are
-    several; ``path`` and ``format`` are those of the first.
+    several; ``path`` and ``format`` are those of the first. ``merged`` counts the tensors that an adapter changed, and
+    ``replaced`` those that it has whole.
     """
 
     path: str
@@ -177,6 +182,8 @@ class Conversion(Frozen, Reported):
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
     inputs: tuple[tuple[str, str, int], ...] = ()
+    merged: int = 0
+    replaced: int = 0
 
     @property
     def complete(self) -> bool:
@@ -197,11 +204,15 @@ class Conversion(Frozen, Reported):
             "leftovers": self.leftovers or None,
             "listed": [{"name": omission.name, "what": omission.why} for omission in self.listed],
             "notes": list(self.notes),
-            "inputs": [{"path": path, "format": format_, "tensors": count} for path, format_, count in self.inputs],
+            **(self._several() if self.inputs else {}),
         }
 
     def _blocks(self) -> Iterator[Block]:
         return report(self)
+
+    def _several(self) -> dict[str, Any]:
+        inputs = [{"path": path, "format": format_, "tensors": count} for path, format_, count in self.inputs]
+        return {"inputs": inputs, "merged": self.merged, "replaced": self.replaced}
 
 
 # -- the report
@@ -222,6 +233,9 @@ def report(conversion: Conversion) -> Iterator[Block]:
         read = [f"{path_text(path)} ({plural(count, 'tensor')})" for path, _, count in conversion.inputs]
         yield row("read", join_names(read, _SHOWN, 1000))
     yield row("written", f"{TARGETS[conversion.to].words}: {tensors}{files}{speed}; {checked}")
+    if conversion.merged:
+        whole = f"; {plural(conversion.replaced, 'tensor')} of the adapter as they are" if conversion.replaced else ""
+        yield row("merged", f"the adapter into {plural(conversion.merged, 'tensor')}{whole}")
     if conversion.cast:
         infinite = f", {plural(conversion.infinite, 'number')} became infinite" if conversion.infinite else ""
         converted = f"{plural(conversion.cast, 'tensor')} to another dtype{infinite}"

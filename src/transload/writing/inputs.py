@@ -160,6 +160,8 @@ def joined(inputs: Sequence[Input]) -> Input:
     files: list[tuple[str, Checkpoint]] = []
     for number, (name, each) in enumerate(zip(names, inputs, strict=True)):
         checkpoint, start = each.checkpoint, f"{number}:"
+        if not each.chosen:
+            raise ConvertError("there is no tensor to convert", where=checkpoint.path)
         moved = [moved_tensor(tensor, start, (name,)) for tensor in checkpoint.tensors]
         places = {id(tensor): other for tensor, other in zip(checkpoint.tensors, moved, strict=True)}
         whole.chosen += [(key, places[id(tensor)]) for key, tensor in each.chosen]
@@ -170,8 +172,7 @@ def joined(inputs: Sequence[Input]) -> Input:
         whole.omitted += [omission._replace(name=f"{name}/{omission.name}") for omission in each.omitted]
         own = {key: value for key, value in each.metadata.items() if whole.metadata.setdefault(key, value) != value}
         whole.dropped += [((name, "metadata"), Dict.of(own.items()))] if own else []
-        if checkpoint.leaves or checkpoint.values or checkpoint.traits.metadata == "values":
-            whole.dropped += [((name, *path), node) for path, node in each.rest()]
+        whole.dropped += [((name, *path), node) for path, node in each.rest()]
     openers = [each.reader.open_file for each in inputs]
 
     def open_file(file: str) -> Source:

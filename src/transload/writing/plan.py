@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor
@@ -30,6 +30,7 @@ from transload.writing.to_torch import Structure, TensorCalls, carry_over, lay_o
 from transload.writing.transfer import CASTABLE, ConversionJob, TargetTensor, cast_dtype
 
 if TYPE_CHECKING:
+    from transload.writing.lora import Lora
     from transload.writing.to_dcp import Flattened
     from transload.writing.to_universal import Universal
 
@@ -89,7 +90,10 @@ _MAX_SIZE = float(1 << 63)
 
 
 class Options(NamedTuple):
-    """What the caller of ``convert`` asks for; the fields are its parameters."""
+    """What the caller of ``convert`` asks for; the fields are its parameters.
+
+    With ``lora``, the last input is an adapter, and this is its configuration.
+    """
 
     key: str = ""
     strip: tuple[str, ...] = ()
@@ -100,6 +104,7 @@ class Options(NamedTuple):
     only: Patterns = ()
     drop: Patterns = ()
     rename: Renaming | None = None
+    lora: Mapping[str, Any] | None = None
 
 
 def target_format(dst: str, to: str = "") -> str:
@@ -267,7 +272,11 @@ class ConversionPlan:
             raise UsageError(what, fix="Leave out --only, --drop, --rename and other inputs.")
         everything = options.optimizer or format_ == "universal"
         form = {"everything": everything, "is_object": is_object and len(readers) == 1}
-        self.input = joined([Input(reader, options.key, **form) for reader in readers])
+        keys = [options.key for _ in readers]
+        if options.lora is not None:
+            keys[-1] = ""
+        self.input = joined([Input(reader, key, **form) for reader, key in zip(readers, keys, strict=True)])
+        self.adapter_path = readers[-1].checkpoint.path
         self.options = options = options._replace(key=self.input.key)
         self.reader, self.arrays, self.metadata = self.input.reader, self.input.arrays, self.input.metadata
         self.checkpoint = self.reader.checkpoint
@@ -283,7 +292,7 @@ class ConversionPlan:
         self.universal: Universal | None = None
         self.placed: list[TargetTensor] = []
         self.numbers: list[str] = []
-        selected = self._select(self.input.chosen)
+        selected = self._select(self._with_adapter(self.input.chosen))
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
         before = len(self.omitted)
@@ -305,11 +314,26 @@ class ConversionPlan:
         """Tensors that a torch zip takes over as the calls that rebuild them."""
         return [entry for entry in self.placed if entry.call is not None]
 
+    def _with_adapter(self, chosen: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The tensors of the base model, and those that an adapter has in their place or adds to them."""
+        self.lora: Lora | None = None
+        if self.options.lora is None:
+            return chosen
+        from transload.writing.lora import Lora
+
+        of_adapter = self.input.names[-1]
+        adapter = [pair for pair in chosen if pair[1].path[0] == of_adapter]
+        base = [pair for pair in chosen if pair[1].path[0] != of_adapter]
+        self.lora = lora = Lora(self.options.lora, adapter, base, self.adapter_path)
+        names = dict(base).keys()
+        added = [pair for pair in lora.replaced.items() if pair[0] not in names]
+        return [(name, lora.replaced.get(name, tensor)) for name, tensor in base] + added
+
     def _select(self, chosen: list[tuple[str, Tensor]]) -> list[TargetTensor]:
         """The requested tensors, under their names in the target."""
         checkpoint, options = self.checkpoint, self.options
         names = Names(options)
-        kept: list[tuple[str, Tensor, str | None]] = []
+        kept: list[tuple[str, Tensor, str | None, str]] = []
         firsts: dict[str, Tensor] = {}
         self.moved = False
         for name, tensor in chosen:
@@ -335,15 +359,15 @@ class ConversionPlan:
             if self.input.names and (first := firsts.setdefault(new, tensor)).path[0] != tensor.path[0]:
                 self._refuse_different(new, first, tensor)
                 continue
-            kept.append((new, tensor, step))
+            kept.append((new, tensor, step, name))
         names.refuse_unused(checkpoint.path)
         if chosen and not kept:
             raise ConvertError("no tensor is left to convert", where=checkpoint.path)
         self.unmatched = names.unmatched
-        distinct = _Distinct(name for name, _, _ in kept)
+        distinct = _Distinct(name for name, *_ in kept)
         selected = []
         owners: dict[str, Tensor] = {}
-        for name, tensor, step in kept:
+        for name, tensor, step, old in kept:
             writable = name.encode("utf-8", "backslashreplace").decode()  # UTF-8 has no half of a surrogate pair
             writable = writable or "tensor"
             writable = f"{writable}#2" if writable == self.target.metadata else writable
@@ -357,8 +381,9 @@ class ConversionPlan:
                 raise ConvertError(what, fix="Strip another prefix.")
             if unique != name:
                 self.renamed.append((name, unique))
-            entry = TargetTensor(unique, tensor, cast_dtype(tensor.dtype, options.dtype))
-            entry.key = step
+            dtype = options.dtype or (self.lora.dtypes.get(old, "") if self.lora else "")
+            entry = TargetTensor(unique, tensor, cast_dtype(tensor.dtype, dtype))
+            entry.key, entry.delta = step, self.lora.deltas.get(old) if self.lora else None
             selected.append(entry)
         return selected
 
@@ -404,8 +429,8 @@ class ConversionPlan:
                 continue
             # In the metadata of a safetensors file, "format" is what loaders look for, never an alias.
             tie = tie_of(tensor) if self.target.has_aliases and name != "format" else None
-            if tie is not None and names_by_tie.setdefault(tie, name) != name:
-                self.aliases.append((name, names_by_tie[tie]))
+            if tie is not None and names_by_tie.setdefault((tie, entry.delta), name) != name:
+                self.aliases.append((name, names_by_tie[tie, entry.delta]))
                 continue
             if allowance is not None:
                 allowance.spend(tensor)
@@ -525,6 +550,7 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     if any(problem.code == "dcp-shape-inferred" for problem in plan.checkpoint.problems):
         yield "the shapes are inferred from the pieces: if files of the last ranks are missing, tensors are too small"
+    yield from plan.lora.notes if plan.lora else ()
     if plan.repeated:
         yield f"in more than one input, with equal values: {join_names(plan.repeated, _SHOWN)}"
     if plan.moved and not form.several and plan.target.is_object:

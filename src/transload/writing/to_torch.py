@@ -231,7 +231,7 @@ def lay_out(entries: Iterable[TargetTensor], reader: ElementReader) -> list[Targ
         if entry.call is not None:
             continue
         tensor, storage = entry.tensor, reader.storage(entry.tensor)
-        is_plain = tensor.kind == "strided" and not tensor.flags and not entry.is_cast
+        is_plain = tensor.kind == "strided" and not tensor.flags and not entry.is_changed
         if is_plain and storage is not None and storage.item is None and tensor.numel:
             low, high = byte_span(tensor)
             mixed = storage.big_endian and ITEMSIZE[tensor.dtype] != ITEMSIZE.get(storage.dtype, 0)
@@ -239,7 +239,7 @@ def lay_out(entries: Iterable[TargetTensor], reader: ElementReader) -> list[Targ
             if not mixed and not scattered:
                 sharing.append(entry)
                 continue
-        tie = tie_of(tensor) or id(entry)
+        tie = (tie_of(tensor) or id(entry), entry.delta)
         if tie not in alone:
             allowance.spend(tensor)
             alone[tie] = len(storages)

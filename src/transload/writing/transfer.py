@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from errno import EINVAL
 from math import copysign, frexp, inf, isfinite, isnan, ldexp, nan
 from struct import calcsize, pack, unpack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from transload.checkpoint import Record, Tensor
 from transload.dtypes import ITEMSIZE, itemsize
@@ -35,6 +35,9 @@ from transload.opening.numbers import decoded
 from transload.render.words import plural
 from transload.writing.output import Bundle
 
+if TYPE_CHECKING:
+    from transload.writing.lora import Delta
+
 _T = TypeVar("_T")
 _PIECE = 4 << 20
 _CAST_PIECE = 256 << 10  # numpy makes several arrays from each piece: larger ones would get new memory every time
@@ -51,7 +54,7 @@ class TargetTensor:
 
     In a torch zip it is a view of storage number ``storage``, with ``offset`` and ``stride``; or it is carried over,
     and ``call`` rebuilds it. ``state``: it is in a module's state dict, where parameters are plain tensors. ``key`` is
-    its new key in the dictionary that has it, if it gets one.
+    its new key in the dictionary that has it, if it gets one. ``delta`` is what an adapter adds to it.
     """
 
     name: str
@@ -63,6 +66,7 @@ class TargetTensor:
     call: Call | None = None
     state: bool = True
     key: str | None = None
+    delta: Delta | None = None
     storage: int = -1
     offset: int = 0
     stride: tuple[int, ...] = ()
@@ -75,6 +79,11 @@ class TargetTensor:
     def is_cast(self) -> bool:
         """Whether its dtype changes."""
         return self.dtype != self.tensor.dtype
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether its bytes are others than in the source."""
+        return self.is_cast or self.delta is not None
 
 
 @dataclass
@@ -90,7 +99,11 @@ class ConversionJob:
 
     def chunks(self, entry: TargetTensor, size: int = _PIECE) -> Iterator[Any]:
         """The bytes, in chunks of at most ``size``, each valid until the next one is requested."""
-        chunks = self.reader.chunks(entry.tensor, min(size, _CAST_PIECE) if entry.is_cast else size)
+        size = min(size, _CAST_PIECE) if entry.is_cast else size
+        if entry.delta is not None:
+            chunks = entry.delta.chunks(self.reader, entry.tensor, size, allow_inf=self.allow_inf)
+        else:
+            chunks = self.reader.chunks(entry.tensor, size)
         if not entry.is_cast:
             yield from chunks
             return
@@ -196,7 +209,7 @@ def _fill_chunks(
     for index, entry in enumerate((None, *entries), -1):
         name, nbytes = ("the header", len(head)) if entry is None else (entry.name, entry.nbytes)
         run = None
-        if entry is not None and not entry.is_cast:
+        if entry is not None and not entry.is_changed:
             run = entry.run = job.reader.file_range(entry.tensor)
         if run is not None:  # read directly into the chunk
             source = job.reader.open_file(run.file)

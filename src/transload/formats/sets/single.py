@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing, suppress
+
 from transload.checkpoint import Checkpoint, Part
+from transload.errors import CannotReadError
 from transload.formats.sets.merger import Merger
 from transload.frozen import replace
 from transload.io.folder import Listing
@@ -37,10 +40,21 @@ def read(merger: Merger) -> Checkpoint:
     checkpoint = merger.open(name)
     if checkpoint is None:
         return Checkpoint(merger.path, "directory", 0, problems=merger.noted.problems())
+    facts = [("read", f"{name}, of the {len(listing.files):,} files in the directory")]
+    flavour = checkpoint.flavour
+    if name.startswith("adapter_"):
+        from transload.formats.adapters import CONFIG, facts_of, pieces_of, read_config
+
+        with suppress(CannotReadError), closing(listing.folder.open(listing.prefix + CONFIG)) as source:
+            config = read_config(source)
+            if kind := str(config.get("peft_type") or "")[:40]:
+                flavour = f"{'LoRA' if kind == 'LORA' else kind} adapter"
+                facts += facts_of(pieces_of((tensor.name, tensor) for tensor in checkpoint.tensors), config)
     return replace(
         checkpoint,
         path=merger.path,
+        flavour=flavour,
         storages=tuple(storage._replace(file=name) for storage in checkpoint.storages),
         parts=(Part(name, "weights", listing.files[name], role="member"), *checkpoint.parts),
-        facts=(("read", f"{name}, of the {len(listing.files):,} files in the directory"), *checkpoint.facts),
+        facts=(*facts, *checkpoint.facts),
     )

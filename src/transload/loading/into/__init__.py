@@ -111,6 +111,8 @@ def load_into(
     left as they are in the model, and a warning names them. Another warning names buffers on the meta device that are
     never saved: they stay there. ``threads``, ``pinned_mb`` and ``direct`` are as for ``transload.load``.
 
+    Into a model of peft, a LoRA adapter is loaded as the adapter that the model has; its base model stays as it is.
+
     ``optimizer`` gets its state from the file, too: an optimizer, or several, of parameters of the model.
 
     Of a sharded model (DTensors of FSDP2 or tensor parallelism, or FSDP1) each rank reads only what it has; call it on
@@ -304,6 +306,8 @@ def _load(
     if errors or (strict and (missing or unexpected)):
         raise MismatchError(comparison, errors, "loaded only in part: ")
     loaded.found, loaded.notes = match.branch.name, match.notes
+    if comparison.adapter is not None:
+        loaded.matched = f"All keys of the adapter {comparison.adapter.name!r}"
     if comparison.ignored:
         differing = [f"{key} ({file} in the file, {model} in the model)" for key, file, model in comparison.ignored]
         loaded.matched = "All other keys"

@@ -7,7 +7,6 @@ Nothing is read but names, shapes and dtypes, and the model is not changed. So a
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Tensor
 from transload.errors import TransloadError, UsageError
-from transload.findings import join_names
+from transload.findings import join_names, quoted
 from transload.frozen import NamedTuple
 from transload.loading.handles import Index, TensorReader, build_node
 from transload.loading.into.keys import MARKERS, Renamed, Shape, find, likely_renames
@@ -30,7 +29,8 @@ from transload.render.words import plural
 if TYPE_CHECKING:
     import torch
 
-_LORA = re.compile(r"lora[_.](?:[AB]|down|up)\b|lora_(?:embedding_|magnitude)", re.IGNORECASE)
+    from transload.loading.into.adapters import AdapterKeys
+
 _EXTRA = "_extra_state"
 SHOWN = 8
 _MOST = 12
@@ -172,6 +172,14 @@ class Comparison:
         self.user_rename: KeyFunction = user_rename or str
         self.slots = _slots_of(model)
         self.custom = _custom_modules(model)
+        self.adapter: AdapterKeys | None = None
+        """The adapter of the model that the file is for: then the weights of the base model are not expected."""
+        if any("lora_" in key for key in self.slots):
+            from transload.loading.into.adapters import adapter_keys
+
+            self.adapter = adapter_keys(model, self.slots, opened.checkpoint.tensors)
+        if self.adapter is not None:
+            user_rename = self.user_rename = _chained(self.user_rename, self.adapter)
         shapes = {key: slot.shape for key, slot in self.slots.items()}
         self.match = find(opened.checkpoint, shapes, prefix, user_rename)
         names = Counter(map(self.user_rename, self.match.branch.tensors))
@@ -205,6 +213,7 @@ class Comparison:
             for key, slot in slots.items()
             if not (key in self.match.tensors or key in self.extras or id(slot.tensor) in tasks)
             and not self._is_newer(key, slot)
+            and (self.adapter is None or self.adapter.has(key))
         ]
         self.unexpected = [key for key in self._leftovers() if not key.startswith(custom)]
 
@@ -289,6 +298,14 @@ class Comparison:
         return {new: metadata[old] for new, old in pairs if isinstance(metadata.get(old), dict)}
 
 
+def _chained(first: KeyFunction, second: KeyFunction) -> KeyFunction:
+    def renamed(key: str) -> str | None:
+        new = first(key)
+        return None if new is None else second(new)
+
+    return renamed
+
+
 # -- what to say about it
 
 
@@ -298,6 +315,16 @@ def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
     checkpoint, shapes, dtypes = comparison.opened.checkpoint, comparison.shapes, comparison.dtypes
     missing = {key: slots[key].shape if key in slots else None for key in comparison.missing}
     unexpected = {key: match.rest[key].shape if key in match.rest else None for key in comparison.unexpected}
+    from transload.formats.adapters import adapter_in
+    from transload.loading.into.adapters import adapters_of
+    from transload.loading.into.adapters import described as described_adapter
+
+    adapter = None if adapters_of(slots) else adapter_in(checkpoint.tensors)
+    if adapter is not None:
+        command = f"$ transload convert BASE --lora {quoted(checkpoint.path)} MERGED.safetensors"
+        fix = "Load the weights of the base model first; then peft adds it: PeftModel.from_pretrained(model, FOLDER)"
+        fix += f"\nOr merge the two into a file of whole weights:\n{command}"
+        return described_adapter(adapter, checkpoint.facts), fix
     fits = f"it has {len(match.tensors):,} of the model's {len(slots):,} keys"
     lines = [f"it does not fit {type(comparison.model).__name__}: {fits}"]
     renames = likely_renames(missing, unexpected)
@@ -324,10 +351,7 @@ def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
         lines.append("cast=True converts them while they are read.")
     whole = next((theirs for theirs, ours, _ in renames if not ours), "")
     fix = ""
-    if any(map(_LORA.search, match.branch.tensors)) and not any(map(_LORA.search, slots)):
-        lines.insert(0, "it is a LoRA adapter, which changes the weights of a base model and does not replace them")
-        fix = "peft loads it: PeftModel.from_pretrained(model, FOLDER), after the weights of the base model."
-    elif shapes and checkpoint.flavour == "DeepSpeed model states" and not checkpoint.traits.several:
+    if shapes and checkpoint.flavour == "DeepSpeed model states" and not checkpoint.traits.several:
         fix = "It is one of the files of a checkpoint, whose ranks may each have a part: name their folder."
     elif whole:
         prefix = f"{place}/{whole}" if place else whole
