@@ -17,7 +17,7 @@ from transload.cli.completion import PATHS, SHELLS, actions_of, name_of, options
 from transload.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent.parent
-FREE = {"A=B", "CODE", "D", "FORMAT", "KEY", "NAME", "PREFIX", "R", "SECONDS", "SIZE", "T", "WHAT"}
+FREE = {"A=B", "CODE", "D", "FORMAT", "KEY", "MODEL", "NAME", "PREFIX", "R", "REGEX", "SECONDS", "SIZE", "T", "WHAT"}
 """The names of values that are not completed: they are neither paths nor one of a few words."""
 
 

@@ -13,7 +13,7 @@ from transload.cli.main import COMMANDS, parser_of
 GLOBAL = {"-h": "show the help", "--help": "show the help", "-V": "show the version", "--version": "show the version"}
 """What may stand in place of a command, besides ``help``."""
 
-PATHS = {"FILE", "SRC", "DST", "A", "B", "TEXT", "SCRIPT", "COPY", "PATH", "DIR"}
+PATHS = {"FILE", "SRC", "DST", "A", "B", "TEXT", "SCRIPT", "COPY", "ADAPTER", "PATH", "DIR"}
 PATHS |= {"OUT.html", "OUT.json", "OUT.sarif", "M.json"}
 """The names of values that are paths."""
 
