@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-windows test-integrations test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench docs format zipapp clean
+.PHONY: help demo test test-windows test-integrations test-cuda-build suite-with-cuda test-matrix suite-of-matrix bench docs dist format zipapp clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name text; do \
@@ -82,6 +82,13 @@ bench: ## Measure against the other tools; bench/gpu/load.py does it on a GPU
 docs: ## Build the manual as a site, in site/, and check every link in it
 	@$(WORK) install docs
 	$(BIN)/properdocs build --strict
+
+dist: ## Build the wheel and the sdist, in dist/, and check them
+	@$(WORK) install test dist
+	rm -f dist/*.whl dist/*.tar.gz
+	$(BIN)/python -m hatchling build -d dist
+	$(BIN)/twine check --strict dist/*.whl dist/*.tar.gz
+	$(BIN)/pytest -q tests/test_dist.py
 
 format: ## Format the code
 	@$(WORK) install suite

@@ -4,7 +4,7 @@ Usage: python scripts/make.py demo           # as make demo
        python scripts/make.py test           # as make test; on Windows, the tests that make sense there
        python scripts/make.py test-integrations
                                              # as make test-integrations
-       python scripts/make.py install KIND   # demo, suite, test, bench or docs: into .venv, unless that is done
+       python scripts/make.py install KIND   # demo, suite, test, bench, docs or dist: into .venv, unless that is done
 
 It needs only Python 3.10 or newer and pip. Everything is installed into .venv (test-integrations: .venv-integrations),
 and nothing outside this folder is touched. VENV names another environment, REQUIREMENTS another file than
@@ -40,6 +40,7 @@ INPUTS = {
     "test": ["requirements/suite.txt", REQUIREMENTS, "pyproject.toml", "src/transload/_version.py"],
     "bench": ["requirements/bench.txt"],
     "docs": ["requirements/docs.txt"],
+    "dist": ["requirements/dist.txt"],
 }
 """The files that each kind of installation is made from."""
 
