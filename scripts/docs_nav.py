@@ -15,7 +15,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 Entry = str | dict[str, Any]
 PYTHON = ("api.md", "loading.md", "remote.md", "ranks.md", "save.md", "integrations.md")
 TRUST = ("safety.md", "claims.md")
-MESSAGES = ("errors.md", "findings.md")
+MESSAGES = ("codes.md", "errors.md", "findings.md")
 INSIDE = ("formats.md", "performance.md", "dependencies.md", "architecture.md", "tested-on.md")
 
 

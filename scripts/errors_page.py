@@ -37,8 +37,7 @@ def page() -> str:
     """The complete page."""
     subjects: dict[str, list[str]] = {}
     for subject, known in known_errors():
-        if known.role != "frame" or known.fix:
-            subjects.setdefault(subject, []).append(section(known))
+        subjects.setdefault(subject, []).append(section(known))
     parts = [HEAD, *(part for subject, sections in subjects.items() for part in (f"## {subject}\n", *sections))]
     return "\n".join(parts).rstrip("\n") + "\n"
 

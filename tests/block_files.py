@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from tests import makers
 from tests.diagnose.machines import healthy
+from tests.test_doctor_pages import README_MACHINE
 
 import transload
+from transload.machine import Machine
 
 DATA = Path(__file__).parent / "data" / "h200"
 STATE_DICT = DATA / "state_dict_cuda0.pt"
@@ -98,9 +100,9 @@ def random_state() -> bytes:
     return makers.saved({"python": random.getstate(), "numpy": numbers, "cpu": torch.get_rng_state()})
 
 
-def machine() -> bytes:
-    """A JSON report of the doctor."""
-    return json.dumps({"schema": 1, "machine": healthy().to_dict()}).encode()
+def machine(examined: Machine | None = None) -> bytes:
+    """A JSON report of the doctor; of a healthy machine, unless another is given."""
+    return json.dumps({"schema": 1, "machine": (examined or healthy()).to_dict()}).encode()
 
 
 COMMON: dict[str, Callable[[], bytes]] = {
@@ -145,6 +147,7 @@ PAGE_FILES: dict[tuple[str, str], dict[str, Callable[[], bytes]]] = {
         "adapter/adapter_config.json": json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 2}).encode,
     },
     ("diff.md", ""): {"other.pt": other_model},
+    ("index.md", "A machine"): {"machine.json": lambda: machine(README_MACHINE)},
     ("doctor.md", "Several machines"): dict.fromkeys(("machine.json", "other.json"), machine),
     ("rescue.md", "transload rescue"): {"broken.pt": flipped},
     ("retag.md", ""): {"model.pt": (DATA / "mixed_cpu_cuda.pt").read_bytes},
