@@ -8,22 +8,31 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+ROOT = Path(__file__).parent.parent
 _ATTRIBUTE = re.compile(r'<(\w+)[^<>]*? (?:href|src|srcset)="([^"]*)"')
 _ID = re.compile(r' id="([^"]*)"')
 _IMAGE = re.compile(r'<img alt="([^"]*)" src="([^"]*)-light\.webp" ?/?>')
 _CODE = re.compile(r'<td><a href="([^"]+)"><code>([\w-]+)</code></a></td>')
 MOVED = """\
 <!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{code}</title>
+<html lang="en"><meta charset="utf-8"><title>{code}</title><link rel="icon" href="data:,">
 <meta http-equiv="refresh" content="0; url=../../{target}">
 <p><a href="../../{target}">{code}</a></p></html>
 """
+
+
+def on_config(config: Any) -> Any:
+    """A hook for the settings: the version, for the head of each page."""
+    version = runpy.run_path(str(ROOT / "src" / "transload" / "_version.py"))["__version__"]
+    config["extra"]["version"] = version
+    return config
 
 
 def on_page_content(html: str, *, page: Any, **_: Any) -> str:

@@ -130,6 +130,12 @@ def test_pyright_accepts_a_program_that_uses_the_public_names() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def test_the_version_is_written_once() -> None:
+    files = [*PACKAGE.rglob("*.py"), *(ROOT / "scripts").rglob("*.*"), ROOT / "pyproject.toml", ROOT / "properdocs.yml"]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in files if path.suffix != ".pyc"}
+    assert [name for name, text in texts.items() if f'"{__version__}"' in text] == ["_version.py"]
+
+
 def test_the_recipe_for_conda_agrees_with_the_project() -> None:
     recipe = RECIPE.read_text(encoding="utf-8").splitlines()
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

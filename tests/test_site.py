@@ -16,6 +16,7 @@ import pytest
 from tests.render.browser import CHROMIUM, Browser
 from tests.test_docs import load_script
 
+from transload._version import __version__
 from transload.diagnose.rules import BY_CODE
 from transload.explaining.matching import known_errors
 from transload.judge.problems import rules
@@ -73,6 +74,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, encoding="utf-8", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+@SITE
+def test_pages_show_the_version(site: Path) -> None:
+    assert f"transload <i>{__version__}</i></a>" in (site / "index.html").read_text(encoding="utf-8")
 
 
 @SITE
