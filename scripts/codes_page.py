@@ -68,10 +68,14 @@ def errors() -> Iterator[Row]:
     for _, known in sorted(known_errors(), key=lambda pair: pair[1].code):
         wording = " ".join(known.says[0].shown.split())
         text = wording if len(wording) <= _LONGEST else wording[: wording.rindex(" ", 0, _LONGEST)] + " …"
-        fence = "``" if "`" in text else "`"
-        space = " " if "`" in text else ""
-        shown = text.replace("|", "\\|")
-        yield known.code, f"errors.md#{known.code}", f"{fence}{space}{shown}{space}{fence}"
+        yield known.code, f"errors.md#{known.code}", shown(text)
+
+
+def shown(text: str) -> str:
+    """A text as code; with a bar, which ends a cell of a table even there, as it is."""
+    if "|" in text:
+        return text.replace("<", "\\<").replace("*", "\\*").replace("|", "\\|")
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
 if __name__ == "__main__":

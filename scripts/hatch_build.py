@@ -10,7 +10,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class Share(BuildHookInterface):  # type: ignore[misc]  # it is only where wheels are built
+class Share(BuildHookInterface[Any]):
     """A hook of the build backend."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

@@ -65,12 +65,15 @@ def test_every_build_has_the_same_bytes_also_from_the_sdist(dist: dict[str, Path
 
 
 @BACKEND
-def test_the_wheel_has_the_package_its_types_and_the_manual_and_nothing_else(dist: dict[str, Path]) -> None:
+def test_the_wheel_has_the_package_its_types_the_manual_and_what_shells_read(
+    dist: dict[str, Path], tmp_path: Path
+) -> None:
     with ZipFile(dist["wheel"]) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     sources = (path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     manual = {f"transload/manual/doctor/{code}.md" for code in (*BY_CODE, "README")} | {"transload/manual/findings.md"}
-    assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in sources} | manual
+    share = {f"transload-{__version__}.data/data/share/{name}" for name in load_script("share").write(tmp_path)}
+    assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in sources} | manual | share
     assert "transload/py.typed" in names
 
 

@@ -6,9 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from tests.each import each
@@ -199,21 +197,3 @@ def test_man_page_names_every_command_and_option_and_is_clean(tmp_path: Path) ->
                 bold = name.replace("-", r"\-")
                 assert rf"\fB{bold}\fR" in sections[f"transload {command}"], (command, name)
     assert output("groff", "-man", "-ww", "-Tutf8", str(page)).count("TRANSLOAD(1)") >= 2
-
-
-def test_wheels_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    interface = ModuleType("interface")
-    vars(interface)["BuildHookInterface"] = type("BuildHookInterface", (), {"root": str(ROOT)})
-    for name in ("", ".builders", ".builders.hooks", ".builders.hooks.plugin", ".builders.hooks.plugin.interface"):
-        monkeypatch.setitem(sys.modules, f"hatchling{name}", interface)
-    hook = runpy.run_path(str(ROOT / "scripts" / "hatch_build.py"))["Share"]()
-    data: dict[str, dict[str, str]] = {"shared_data": {}}
-    hook.initialize("editable", data)
-    assert data["shared_data"] == {}
-    hook.finalize()
-    hook.initialize("standard", data)
-    assert "share/man/man1/transload.1" in data["shared_data"].values()
-    assert len(data["shared_data"]) == 4
-    assert all(Path(path).is_file() for path in data["shared_data"])
-    hook.finalize()
-    assert not any(Path(path).is_file() for path in data["shared_data"])
