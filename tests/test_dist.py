@@ -145,7 +145,7 @@ def test_the_recipe_for_conda_agrees_with_the_project() -> None:
     for line, setting in (
         ('  python_min: "{}"', r'requires-python = ">=(.*)"'),
         ("    - hatchling {}", r'requires = \["hatchling(.*)"\]'),
-        ("      - transload = {}", r'^transload = "(.*)"'),
+        ("      - transload = {}", r'^transload = "(.*:main)"'),
         ("  summary: {}", r'description = "(.*)"'),
         ("  license: {}", r'^license = "(.*)"'),
     ):
