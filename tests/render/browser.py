@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import select
@@ -31,6 +30,8 @@ class Browser:
     """A browser with one page; ``events`` are what it reported: messages, requests, exceptions."""
 
     def __init__(self, profile: Path) -> None:
+        import fcntl  # which Windows lacks
+
         pipes = *os.pipe(), *os.pipe()
         theirs, self._out, self._in, answers = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in pipes)
         for end in pipes:
