@@ -20,6 +20,7 @@ from transload.findings import join_names
 from transload.formats.adapters import CONFIG, Pieces, adapter_in, pieces_of
 from transload.io.memory import memory_at
 from transload.opening.elements import ElementReader, swap_bytes
+from transload.render.words import cut
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,8 @@ what the adapter computes."""
 _SCALES = ("weight_scale", "weight_scale_inv", "SCB", "scales", "absmax", "weight.absmax", "weight.quant_state")
 """What quantized modules have beside their weights."""
 _SHOWN = 6
+_LONGEST = 200  # characters of the configuration in a message
+_MOST_STEPS = 10**9  # of matching: ten seconds. A pattern of many or nested repeats takes years, on purpose
 
 
 class Delta:
@@ -213,28 +216,35 @@ class Lora:
         config = self._config
         kind = config.get("peft_type")
         if kind != "LORA":
-            raise self._error(f"it is an adapter of the type {kind!r}; only LORA can be merged")
+            raise self._error(f"it is an adapter of the type {cut(repr(kind), _LONGEST)}; only LORA can be merged")
         unknown = sorted(key for key, value in config.items() if key not in _PLAIN and value)
         if unknown:
-            raise self._error(f"its {CONFIG} says {unknown[0]}={config[unknown[0]]!r}, which cannot be merged here")
+            said = cut(f"{unknown[0]}={config[unknown[0]]!r}", _LONGEST)
+            raise self._error(f"its {CONFIG} says {said}, which cannot be merged here")
         if (init := config.get("init_lora_weights", True)) not in _INITS:
             fix = "Save it with peft's path_initial_model_for_weight_conversion, which makes a plain adapter of it."
-            raise self._error(f"init_lora_weights={init!r} changes the weights of the base model", fix)
+            said = cut(f"init_lora_weights={init!r}", _LONGEST)
+            raise self._error(f"{said} changes the weights of the base model", fix)
         for key in ("rank_pattern", "alpha_pattern"):
             if not isinstance(config.get(key) or {}, dict):
                 raise self._error(f"its {CONFIG} has no table for {key}")
+        if not isinstance(config.get("modules_to_save") or [], list):
+            raise self._error(f"its {CONFIG} has no list for modules_to_save")
 
     def _of_module(self, module: str, key: str, pattern: str) -> float:
         """A number of the configuration, or the one that a pattern gives for a module, as peft matches them."""
         value = self._config.get(key)
         try:
             for text, other in (self._config.get(pattern) or {}).items():
+                if not _is_quick(text, module):
+                    raise self._error(f"{pattern} has {cut(repr(text), _LONGEST)}, which may take too long to match")
                 if re.match(rf"(.*\.)?({text})$", module):
                     value = other
                     break
-        except (re.error, RecursionError) as error:
-            raise self._error(f"{pattern} has {text!r}, which is no regular expression: {error}") from error
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        except (re.error, OverflowError, RecursionError) as error:
+            what = f"{pattern} has {cut(repr(text), _LONGEST)}, which is no regular expression: {error}"
+            raise self._error(what) from error
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise self._error(f"its {CONFIG} has no number for {key} of {module}")
         return value
 
@@ -256,9 +266,8 @@ class Lora:
         if not absent:
             return "", ""
         first, found = absent[0], set()
-        cuts = [0, *(match.end() for match in re.finditer(r"\.", first))][:-1]
-        for cut in cuts:
-            strip, tail = first[:cut], first[cut:]
+        for dot in [0, *(match.end() for match in re.finditer(r"\.", first))][:-1]:
+            strip, tail = first[:dot], first[dot:]
             for name in self._base:
                 if name == tail or name.endswith(f".{tail}"):
                     add = name[: len(name) - len(tail)]
@@ -362,6 +371,23 @@ class Lora:
                 for name in names if len(whole) == 1 else ():
                     self.replaced[name] = self.replaced[whole[0]]
                     self.dtypes[name] = self.dtypes[whole[0]]
+
+
+def _is_quick(pattern: str, name: str) -> bool:
+    r"""Whether a pattern from a file can be matched with a name in time.
+
+    Each repeat may be tried at each character, and each alternative doubles that. Repeated groups are refused, and
+    everything that could hide them.
+
+    >>> _is_quick(r".*\.(q|k|v)_proj", "layers.0.q_proj"), _is_quick("(a+)+b", "a"), _is_quick("a?" * 40, "a" * 40)
+    (True, False, False)
+    """
+    plain = re.sub(r"(?s)\\.", "x", pattern)
+    repeats, alternatives = len(re.findall(r"(?<!\()[*+?{]", plain)), plain.count("|")
+    if repeats + alternatives > 30 or re.search(r"\)\s*[*+{]|\(\?[^:]", plain):
+        return False
+    steps: int = len(name) ** (1 + repeats) << alternatives
+    return steps <= _MOST_STEPS
 
 
 def _is_longer(strip: str, add: str, others: set[tuple[str, str]]) -> bool:
