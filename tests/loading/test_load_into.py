@@ -381,6 +381,8 @@ class TestRenaming:
             ({"a": 2}, "rename has 'a': 2"),
             (("(", ""), "rename has .*, which cannot be used"),
             ([("a", "\\3")], "rename has .*, which cannot be used"),
+            ([("a{99999999999999}", "")], "rename has .*, which cannot be used"),
+            ([("(" * 3000 + ")" * 3000, "")], "rename has .*, which cannot be used"),
             ([("a", 1)], "rename has .*, which cannot be used"),
             (["abc"], "rename has 'abc', which cannot be used"),
             (lambda _: 7, "the function given as rename returned int for 'weight'"),

@@ -71,7 +71,7 @@ class Renaming:
             old, new = pair
             pattern = re.compile(old)
             re.sub(old, new, "")
-        except (TypeError, ValueError, LookupError, re.error) as error:
+        except (TypeError, ValueError, LookupError, OverflowError, RecursionError, re.error) as error:
             raise UsageError(f"rename has {pair!r}, which cannot be used: {error}", fix=_FIX) from error
         self.unused[pattern.pattern] = None
 
