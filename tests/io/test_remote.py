@@ -35,7 +35,7 @@ from transload.errors import (
 )
 from transload.io import http
 from transload.io.paths import open_source
-from transload.io.remote import RemoteSource, hub_token
+from transload.io.remote import RemoteSource, hub_token, remote_folder
 from transload.io.sources import is_url, shown
 
 SECRET = "hush-hush"  # noqa: S105 - what must not be printed
@@ -198,6 +198,19 @@ def test_reads_that_follow_one_another_read_ahead(server: FileServer, tmp_path: 
     transload.convert(f"{server.url}/a.pt", tmp_path / "a.safetensors")
     assert len(server.log) - before <= 6
     assert same(transload.load(tmp_path / "a.safetensors"), WEIGHTS)
+
+
+def test_what_many_files_of_a_folder_read_ahead_is_freed(server: FileServer) -> None:
+    data = bytes(2 << 20)
+    server.files |= {f"shards/{number}.bin": data for number in range(6)}
+    folder, _ = remote_folder(f"{server.url}/shards/")
+    sources = [folder.open(f"{number}.bin") for number in range(6)]
+    for source in sources:
+        for offset in range(0, 2 << 20, 1 << 18):
+            assert source.readinto(offset, memoryview(bytearray(1 << 18))) == 1 << 18
+    assert [source.holds(3 << 19, 1 << 18) for source in sources] == [False] * 4 + [True] * 2
+    sources[-1].close()
+    assert not sources[-1].holds(3 << 19, 1 << 18)
 
 
 def test_an_error_ahead_is_told_where_the_bytes_are_needed(server: FileServer) -> None:

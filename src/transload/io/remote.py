@@ -33,6 +33,7 @@ _WINDOWS = 16
 _PIECE = 4 << 20  # of a long read, whose pieces are read at the same time
 _MOST_PREPARED = 64 << 20
 _MOST_AHEAD = 64 << 20  # read at once where reads follow one another
+_MOST_READ_AHEAD = 2  # files of a folder of which that much is kept: one is read after another
 _MOST_OPENED = 256  # files of a folder that are opened before they are needed: each has its beginning in memory
 _SUFFIXES = (
     *(".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".pt2", ".ptl", ".mar", ".zip"),
@@ -111,7 +112,8 @@ class RemoteSource(Source):
     far = True
     gap = 512 << 10
 
-    def __init__(self, file: RemoteFile) -> None:
+    def __init__(self, file: RemoteFile, read_ahead: deque[RemoteSource] | None = None) -> None:
+        """``read_ahead`` are the sources of a folder that keep what they read ahead; the first gives way."""
         self.name, self.size = file.name, file.size
         self.streams, self.stamp = file.streams, file.stamp
         self._file: RemoteFile | None = file
@@ -119,6 +121,7 @@ class RemoteSource(Source):
         self._prepared: list[tuple[int, bytes]] = []
         self._ahead: tuple[int, bytes | bytearray] = 0, b""
         self._next, self._step = -1, 0  # where reads so far end, and how many bytes were last read ahead
+        self._read_ahead = read_ahead
         self._following = Lock()
         self._lock = Lock()
         self._checking = Condition()
@@ -164,16 +167,24 @@ class RemoteSource(Source):
                     self._step = 0 if far > _MOST_AHEAD else self._step
                     if far <= self.gap:
                         self._step = min(max(2 * self._step, _PIECE), _MOST_AHEAD)
-                        self._read_ahead(offset, min(self._step, self.size - offset))
+                        self._keep_ahead(offset, min(self._step, self.size - offset))
                 self._next = max(end, 0 if self._step == 0 else self._next)
         return super().readinto(offset, buffer)
 
-    def _read_ahead(self, offset: int, count: int) -> None:
-        self._ahead = 0, b""  # free it first
+    def _keep_ahead(self, offset: int, count: int) -> None:
+        self.free_ahead()
         data = bytearray(count)
         with suppress(CannotReadError, BrokenFileError):  # whoever needs these bytes gets the error
             self._fill(offset, memoryview(data))
             self._ahead = offset, data
+        if self._read_ahead is not None and self not in self._read_ahead:
+            self._read_ahead.append(self)
+            if len(self._read_ahead) > _MOST_READ_AHEAD:
+                self._read_ahead.popleft().free_ahead()
+
+    def free_ahead(self) -> None:
+        """Free what was read ahead."""
+        self._ahead = 0, b""
 
     def _fill(self, offset: int, buffer: memoryview) -> int:
         count = len(buffer)
@@ -309,6 +320,7 @@ class RemoteSource(Source):
     def close(self) -> None:
         """Forget the file, and with it the connections."""
         self._file = None
+        self.free_ahead()
 
 
 class RemoteFolder(Folder):
@@ -321,6 +333,7 @@ class RemoteFolder(Folder):
         self._key = key
         self._listings: dict[str, Listing] = {}
         self._opened: dict[str, RemoteSource | CannotReadError] = {}
+        self._read_ahead = deque[RemoteSource]()
 
     @property
     def title(self) -> str:
@@ -356,7 +369,7 @@ class RemoteFolder(Folder):
 
     def open(self, name: str, *, keep: bool = True) -> Source:  # noqa: ARG002 - it holds no descriptor
         """The source of a file; ``CannotReadError`` if it cannot be opened."""
-        source = self._opened.pop(name, None) or RemoteSource(self._store.open(self._join(name)))
+        source = self._opened.pop(name, None) or self._source(name)
         if isinstance(source, CannotReadError):
             raise source
         return source
@@ -366,7 +379,7 @@ class RemoteFolder(Folder):
 
         def one(name: str) -> None:
             try:
-                self._opened[name] = RemoteSource(self._store.open(self._join(name)))
+                self._opened[name] = self._source(name)
             except CannotReadError as error:
                 self._opened[name] = error
 
@@ -393,6 +406,9 @@ class RemoteFolder(Folder):
     def path(self, name: str) -> str:
         """The URL of a file, for messages."""
         return self._store.shown(self._join(name))
+
+    def _source(self, name: str) -> RemoteSource:
+        return RemoteSource(self._store.open(self._join(name)), self._read_ahead)
 
     def _join(self, name: str) -> str:
         return self._store.join(self._key, name) if name else self._key
