@@ -55,12 +55,15 @@ def main(env: dict[str, str]) -> int:
     if not sarif:
         print("".join(f"{line}\n" for line in workflow_commands(log["runs"][0])), end="")
         return code
-    if os.path.exists(sarif) and not is_sarif(Path(sarif).read_bytes()[:256]):
-        return fail(f"{sarif} exists, and is not a report of transload: it is not overwritten")
     if env.get("TRANSLOAD_ACTION"):
         base = (env["GITHUB_SERVER_URL"], env["TRANSLOAD_ACTION"], "blob", env.get("TRANSLOAD_REF") or "HEAD")
         link(log["runs"][0]["tool"]["driver"], "/".join(base))
-    Path(sarif).write_text(json.dumps(log))
+    try:
+        if os.path.exists(sarif) and not is_sarif(Path(sarif).read_bytes()[:256]):
+            return fail(f"{sarif} exists, and is not a report of transload: it is not overwritten")
+        Path(sarif).write_text(json.dumps(log))
+    except OSError as error:
+        return fail(f"{sarif} cannot be written: {error.strerror}")
     if "GITHUB_OUTPUT" in env:
         with open(env["GITHUB_OUTPUT"], "a", encoding="utf-8") as file:
             file.write(f"sarif={sarif}\n")

@@ -224,6 +224,8 @@ def test_action_says_what_it_cannot_do(git: Path) -> None:
         ({"REFUSE": "everything"}, "::error::the inputs of transload cannot be used"),
         ({"MAX_SIZE": "much"}, "::error::the inputs of transload cannot be used"),
         ({"SARIF": "state.pt"}, "::error::state.pt exists, and is not a report of transload"),
+        ({"SARIF": "nope/a.sarif"}, "::error::nope/a.sarif cannot be written: No such file or directory"),
+        ({"SARIF": "deep"}, "::error::deep cannot be written: Is a directory"),
     ):
         code, output = act(**inputs)
         assert (code, said in output) == (2, True), output
