@@ -434,6 +434,22 @@ def test_a_program_that_fails_keeps_its_exit_code(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "out.json").read_text(encoding="ascii"))["exit_code"] == expected
 
 
+def test_a_change_whose_record_is_cut_off_still_counts(tmp_path: Path) -> None:
+    """As a full disk leaves it."""
+    text = """
+import glob, os, tempfile
+for record in glob.glob(os.path.join(tempfile.gettempdir(), "transload-*.jsonl")):
+    with open(record, "a") as file:
+        file.write('["device", "cu')
+"""
+    (tmp_path / "temporary").mkdir()
+    temporary = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(tmp_path / "temporary"))
+    result = run_program(text, "--strict", cwd=tmp_path, **temporary)
+    assert (result.returncode, "Traceback" in result.stderr) == (1, False), result.stderr
+    assert "  a child process: something whose record is cut off\n" in result.stderr
+    assert os.listdir(tmp_path / "temporary") == []
+
+
 @pytest.mark.parametrize("how", multiprocessing.get_all_start_methods())
 def test_changes_in_children_and_at_the_end_are_listed(how: str, tmp_path: Path) -> None:
     before = os.listdir(tempfile.gettempdir())

@@ -79,7 +79,11 @@ def read_record() -> None:
         with suppress(OSError):  # something has cleaned up the folder for temporary files
             with open(path, encoding="ascii") as file:
                 for line in file:
-                    kind, what, instead, place = json.loads(line)
+                    try:
+                        kind, what, instead, place = json.loads(line)
+                    except ValueError:  # as a full disk leaves it
+                        kind, what, instead = "feature", "something whose record is cut off", ""
+                        place = "a child process"
                     noted.setdefault((kind, what, instead), place)
             os.unlink(path)
 
