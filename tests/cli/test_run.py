@@ -452,8 +452,10 @@ for record in glob.glob(os.path.join(tempfile.gettempdir(), "transload-*.jsonl")
 
 @pytest.mark.parametrize("how", multiprocessing.get_all_start_methods())
 def test_changes_in_children_and_at_the_end_are_listed(how: str, tmp_path: Path) -> None:
-    before = os.listdir(tempfile.gettempdir())
-    result = run_program(CHILD, "--strict", "--json", "-", "x.py", how, cwd=tmp_path)
+    with tempfile.TemporaryDirectory() as temporary:  # a short path: that of a socket below it is limited
+        names = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), temporary)
+        result = run_program(CHILD, "--strict", "--json", "-", "x.py", how, cwd=tmp_path, **names)
+        left = [name for name in os.listdir(temporary) if name.endswith(".jsonl")]
     assert result.returncode == 1, result.stderr
     changes = json.loads(result.stdout.splitlines()[-1])["changes"]
     assert sorted((row["what"], row["where"]) for row in changes) == [
@@ -461,7 +463,6 @@ def test_changes_in_children_and_at_the_end_are_listed(how: str, tmp_path: Path)
         ("cuda:7", "x.py:8"),
         ("cuda:8", "x.py:11"),
     ]
-    left = [name for name in set(os.listdir(tempfile.gettempdir())) - {*before} if name.endswith(".jsonl")]
     assert left == []
 
 
