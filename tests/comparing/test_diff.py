@@ -287,6 +287,13 @@ def test_values_are_compared() -> None:
     assert [value.name for value in compared(same, {**same, "bytes": b"y" * 1000}).values] == ["bytes"]
 
 
+def test_report_tells_none_from_a_value_that_is_not_there() -> None:
+    rows = [line.split() for line in str(compared({"fused": None}, {"lr": 1})).splitlines()]
+    assert ["fused", "None", "not", "there"] in rows
+    assert ["lr", "not", "there", "1"] in rows
+    assert "the value itself" in str(compared(5, 6))
+
+
 def test_values_that_are_not_listed_are_not_called_the_same() -> None:
     losses = {"losses": [float(number) for number in range(10_001)]}
     result = compared(losses, losses)

@@ -245,8 +245,8 @@ def _one_sided(tensor: TensorDiff) -> tuple[Words, ...]:
 
 
 def _value(value: ValueDiff) -> tuple[Words, ...]:
-    old, new = (printable(text, 60) if text is not None else (("none", "dim"),) for text in (value.a, value.b))
-    return printable(value.name), old, new, "not compared" if value.status == "unread" else ""
+    old, new = (printable(text, 60) if text is not None else (("not there", "dim"),) for text in (value.a, value.b))
+    return printable(value.name) or "the value itself", old, new, "not compared" if value.status == "unread" else ""
 
 
 def _renamed(moved: Sequence[TensorDiff], *, complete: bool) -> Iterator[Block]:
