@@ -15,7 +15,7 @@ from tests.schema import validate
 import transload
 from transload.cli.main import main
 from transload.errors import UsageError
-from transload.loading.into import MismatchError, load_into
+from transload.loading.into import KeysWarning, MismatchError, load_into
 from transload.loading.into.fitting import built, fit
 
 torch = pytest.importorskip("torch")
@@ -191,6 +191,26 @@ def test_several_files_give_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "b.pt", "--model", "fit_nets:Net")
     assert code == 1
     assert "does not fit" in out
+    torch.save({"more": torch.ones(2)}, "c.pt")
+    _, out, _ = run(capsys, "b.pt", "c.pt", "--model", "fit_nets:Net")
+    assert "1 fine, 2 do not fit" in out
+
+
+@pytest.mark.usefixtures("nets")
+def test_file_that_only_load_into_loads_fits_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    content = torch.load("a.pt", weights_only=True)
+    torch.save({**content, "last": torch.zeros(5000)}, "a.pt")
+    os.truncate("a.pt", os.path.getsize("a.pt") // 2)
+    code, out, _ = run(capsys, "--model", "fit_nets:Net")
+    assert code == 0
+    assert "it cannot be loaded" in out
+    assert "load_into loads them, although load refuses the file" in " ".join(out.split())
+    model = sys.modules["fit_nets"].Net()
+    with pytest.warns(KeysWarning):
+        assert "All keys matched" in str(load_into(model, "a.pt"))
+    torch.save({"other": torch.ones(2)}, "b.pt")
+    _, out, _ = run(capsys, "b.pt", "--model", "fit_nets:Net")
+    assert "fits" in next(line for line in out.splitlines() if line.startswith("a.pt")).split()
 
 
 def test_model_of_transformers_is_made_from_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -587,6 +587,7 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
     for check in results:
         devices = ", ".join(dict.fromkeys(move.device for move in check.plan.moves if move.device)) if check.ok else ""
         loads = ("loads in part", "trust") if _left_out(check.checkpoint) else ("loads", "good")
+        loads = ("fits", "good") if check.fit is not None else loads
         misfits = check.fit is not None and not check.fit.ok
         verdict = (loads if check.ok else ("does not fit" if misfits else "cannot be loaded", "bad"),)
         columns = format_words(check.checkpoint), size(check.checkpoint.nbytes)
@@ -600,7 +601,8 @@ def several(results: Sequence[Check], total: int) -> Iterator[Block]:
         why = check.fit.why.partition("\n")[0] if check.fit is not None else ""
         yield Prose(printable(why or check.refusal, None), lead=(("✗ ", "bad"),))
     hint = "transload check FILE says more about one" if bad else ""
-    fault = "does not fit" if any(check.fit for check in results) else "cannot be loaded"
+    misfit = "does not fit" if len(bad) == 1 else "do not fit"
+    fault = misfit if any(check.fit for check in results) else "cannot be loaded"
     yield from tally(total, len(results), len(bad), fault, hint)
 
 
@@ -634,7 +636,8 @@ def report(check: Check) -> Iterator[Block]:
         summary.append(("CUDA", check.cuda.reason, "" if check.cuda else "bad"))
     yield Prose(((path_text(checkpoint.path, None), "strong"),))
     if check.fit is not None:
-        summary.append(("model", _fit_words(check.fit), "good" if check.fit.ok else "bad"))
+        despite = "; load_into loads them, although load refuses the file" if check.refusal and check.ok else ""
+        summary.append(("model", _fit_words(check.fit) + despite, "good" if check.fit.ok else "bad"))
     for label, words, role in summary:
         yield row(label, printable(words, None), role)
     if check.fit is not None:
