@@ -125,6 +125,16 @@ def test_rename_without_two_names_is_bad_usage(rename: str, train: str, capsys: 
     assert "--rename takes A=B" in capsys.readouterr().err
 
 
+@each("rename", [r"fc(\d)=\2", "fc(=x", r"fc\d=\g<name>"])
+def test_bad_expression_is_named_as_on_the_command_line(
+    rename: str, train: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", train, "new.pt", "--rename", rename]) == 2
+    err = capsys.readouterr().err
+    assert f"--rename {rename!r}" in err
+    assert "Pass {" not in err
+
+
 # -- several
 
 
@@ -209,8 +219,9 @@ def test_damaged_source_among_several_is_refused(train: str, others: list[str], 
     at = data.index(torch.arange(6.0).numpy().tobytes())
     data[at] ^= 1
     Path(train).write_bytes(data)
-    with pytest.raises(ConvertError, match="damaged record"):
+    with pytest.raises(ConvertError, match="damaged record") as caught:
         convert([*others, train], tmp_path / "new.safetensors")
+    assert caught.value.where == train
     assert not (tmp_path / "new.safetensors").exists()
 
 

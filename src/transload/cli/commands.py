@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
@@ -31,7 +32,13 @@ def _rename_of(text: str) -> object:
     old, equals, new = text.rpartition("=")
     if not equals or not (old or new):
         raise UsageError(f"--rename takes A=B, such as encoder.=backbone., not {text!r}")
-    return {old: new} if _REGEX.isdisjoint(old) else (old, new)
+    if _REGEX.isdisjoint(old):
+        return {old: new}
+    try:
+        re.sub(old, new, "")
+    except (LookupError, re.error) as error:
+        raise UsageError(f"--rename {text!r} is no regular expression and its replacement: {error}") from error
+    return old, new
 
 
 def run_convert(arguments: Namespace) -> int:

@@ -92,7 +92,8 @@ def write_content(
         if verify:
             read = plan.lora.tensors if plan.lora else ()
             of_adapter = [TargetTensor(tensor.name, tensor, tensor.dtype) for tensor in read]
-            check_source([*plan.entries, *plan.carried, *of_adapter], job)
+            paths = [checkpoint.path, *(other.path for other in others)]
+            check_source([*plan.entries, *plan.carried, *of_adapter], job, paths)
         leftovers = Leftovers(plan.dropped, frozenset(tensor.path for tensor in plan.checkpoint.tensors))
         table: dict[str, Any] = {}
         if leftovers.data not in (None, {}, []):

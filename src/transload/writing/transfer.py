@@ -270,15 +270,15 @@ def _set_direct(descriptor: int, *, on: bool) -> bool:
     return False
 
 
-def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
-    """Compare the checksums that the source was saved with; ``ConvertError`` if one is wrong.
+def check_source(entries: Sequence[TargetTensor], job: ConversionJob, paths: Sequence[str]) -> None:
+    """Compare the checksums that the source was saved with; ``ConvertError`` names one of ``paths`` if one is wrong.
 
     Storages whose checksum was computed while they were written are not read again.
     """
     reader = job.reader
     tensors = (tensor for entry in entries for tensor in (entry.tensor, *entry.tensor.parts))
     unchecked = {reader.located(tensor).storage for tensor in tensors if tensor.storage}
-    damaged: list[str] = []
+    damaged: list[tuple[str, str]] = []
     for entry in entries:
         run, crc32, storage = entry.run, entry.crc32, reader.storage(entry.tensor)
         if crc32 is None or run is None or storage is None or storage.crc32 is None:
@@ -286,7 +286,9 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
         if (storage.offset, storage.nbytes) == (run.offset, run.nbytes):  # else its checksum covers other bytes
             unchecked.discard(storage.id)
             if storage.crc32 != crc32:
-                damaged.append(f"checksum {crc32:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
+                damaged.append(
+                    (storage.file, f"checksum {crc32:08x}, saved with {storage.crc32:08x}; holds {entry.name}")
+                )
     used = [s for s in reader.storages() if s.id in unchecked and s.crc32 is not None]
     # In a file of several archives, many records have the same name, and only the position tells them apart.
     places = {place for s in used for place in ((s.file, s.record), (s.file, s.record, s.offset))}
@@ -297,10 +299,14 @@ def check_source(entries: Sequence[TargetTensor], job: ConversionJob) -> None:
             for record in records
             if ((file, record.name) if names[record.name] == 1 else (file, record.name, record.offset)) in places
         ]
-        damaged += [problem.detail for problem in verify_records(reader.open_file(file), of_storages, used)]
+        damaged += [(file, problem.detail) for problem in verify_records(reader.open_file(file), of_storages, used)]
     if damaged:
-        what = f"it has {plural(len(damaged), 'damaged record')}: {damaged[0]}"
-        raise ConvertError(what, where=reader.checkpoint.path, fix="transload rescue saves what is intact.")
+        file, detail = damaged[0]
+        # Of several inputs, the files of each begin with its number.
+        path = paths[int(file.partition(":")[0])] if len(paths) > 1 else paths[0]
+        here = [detail for other, detail in damaged if other == file]
+        what = f"it has {plural(len(here), 'damaged record')}: {detail}"
+        raise ConvertError(what, where=path, fix="transload rescue saves what is intact.")
 
 
 # -- floating-point conversion, rounded once, to nearest, ties to even; little-endian throughout
