@@ -204,6 +204,14 @@ def test_values_that_become_infinite_are_refused(base: dict[str, Any], tmp_path:
 
 
 @pytest.mark.usefixtures("base")
+def test_options_that_leave_nothing_to_merge_are_an_error(tmp_path: Path) -> None:
+    ad = adapter(tmp_path / "ad", pair(2, 4, 5, "m.fc"))
+    with pytest.raises(ConvertError, match="nothing that the adapter changes is left to convert"):
+        convert(tmp_path / "base.pt", tmp_path / "new.pt", lora=ad, drop="fc")
+    assert not (tmp_path / "new.pt").exists()
+
+
+@pytest.mark.usefixtures("base")
 def test_damaged_adapter_is_refused(tmp_path: Path) -> None:
     tensors = pair(2, 4, 5, "m.fc")
     ad = adapter(tmp_path / "ad", tensors)

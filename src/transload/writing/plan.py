@@ -295,6 +295,9 @@ class ConversionPlan:
         selected = self._select(self._with_adapter(self.input.chosen))
         if not selected:
             raise ConvertError("there is no tensor to convert", where=self.checkpoint.path)
+        lora = self.lora
+        if lora and not any(entry.delta or entry.tensor in lora.replaced.values() for entry in selected):
+            raise ConvertError("nothing that the adapter changes is left to convert", where=self.adapter_path)
         before = len(self.omitted)
         if is_object:
             self._plan_object(selected)
