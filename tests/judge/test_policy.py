@@ -91,3 +91,12 @@ def test_unknown_kind_is_an_error() -> None:
     for text in ("", "code,", "cuda"):
         with pytest.raises(UsageError, match="--refuse does not know"):
             kinds_in(text)
+
+
+@each("kind", KINDS)
+def test_folder_whose_files_were_not_examined_is_refused(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.pkl").write_bytes(b"cos\ngetcwd\n(tR.")
+    (tmp_path / "b.pt").write_bytes(b"")
+    judged = judged_by(inspect(tmp_path), [kind])
+    assert judged.refused == (kind,)
+    assert [finding.code for finding in judged.findings if finding.severity == "error"] == ["directory-unknown"]

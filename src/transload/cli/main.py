@@ -366,7 +366,7 @@ def run_inspect(arguments: Namespace) -> int:
 
 def _policy(arguments: Namespace) -> Callable[[Checkpoint], Checkpoint]:
     """What ``--refuse``, ``--max-size`` and ``--sarif`` add to a checkpoint."""
-    if not (arguments.refuse or arguments.max_size or arguments.sarif):
+    if arguments.refuse is None and not (arguments.max_size or arguments.sarif):
         return lambda checkpoint: checkpoint
     from transload.errors import UsageError
     from transload.judge.policy import DEFAULT, judged_by, kinds_in

@@ -45,7 +45,7 @@ def judged_by(checkpoint: Checkpoint, refuse: Collection[str], max_size: int = 0
         findings.append(replace(finding, severity=severity))
     if "code" in refused and checkpoint.traits.program:
         findings.append(_finding("is-a-program", (checkpoint.traits.words,), (checkpoint.traits.instead,)))
-    if "gpu" in refused:
+    if "gpu" in refused and checkpoint.devices:
         tags = (f"{use.device}: {plural(use.tensors, 'tensor')}" for use in checkpoint.devices if _is_gpu(use.device))
         fix: tuple[str, ...] = checkpoint.traits.retag[1:] if checkpoint.traits.program else ()
         if checkpoint.traits.container in ("zip", "stream") and is_named(checkpoint.path):
@@ -67,6 +67,8 @@ def _finding(code: str, evidence: Iterable[str], fix: Iterable[str] = ()) -> Fin
 
 def kinds_of(code: str) -> set[str]:
     """The kinds of what a finding with this code says."""
+    if code == "directory-unknown":  # nobody has looked at the files in it
+        return {*KINDS}
     rule = rule_of(code)
     if rule.integrity == "not-a-checkpoint":
         return {"other"}
