@@ -289,5 +289,5 @@ def test_html_replaces_nothing_unasked_and_only_reports(tmp_path: Path, capsys: 
         assert main(["inspect", "good.pt", "--html", str(model), "--force"]) == 2
         assert "only reports" in capsys.readouterr().err
         assert model.read_bytes() == content
-    for refused in (str(tmp_path), str(tmp_path / "none" / "out.html"), ""):
+    for refused in (str(tmp_path), str(tmp_path / "none" / "out.html"), "", "-"):
         assert main(["inspect", "good.pt", "--force", "--html", refused]) == 2

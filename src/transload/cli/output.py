@@ -171,6 +171,8 @@ def refuse_page(path: str, is_report: Callable[[bytes], bool] | None = None, *, 
     from transload.io.atomic import refuse_missing_directory, target_path
     from transload.io.sources import FileSource
 
+    if path == "-" and is_report is None:
+        raise UsageError("--html writes a file, not stdout", fix="Name one: --html OUT.html")
     target = target_path(path)
     if os.path.isdir(target):
         raise UsageError("it is a directory", where=path, fix="Add the name of a file.")
