@@ -105,6 +105,11 @@ def test_hook_runs_a_command_that_exists_for_the_files_that_it_means() -> None:
     assert [name for name in ("README.md", "train.py", "pt", "a.bin.txt", "script.pty") if named.search(name)] == []
 
 
+def test_empty_list_of_what_to_refuse_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--refuse", "", "a.pt"]) == 2
+    assert "--refuse does not know ''" in capsys.readouterr().err
+
+
 def test_hook_refuses_the_ten_bad_files_and_no_good_one(repository: Path) -> None:  # noqa: ARG001
     entry = hook()["entry"].split()[1:]
     assert [name for name in GOOD if main([*entry, *ARGUMENTS, name])] == []
