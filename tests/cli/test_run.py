@@ -503,8 +503,8 @@ def test_json_replaces_only_earlier_reports_and_only_if_asked(
     for arguments, expected in {
         ("out.json",): "already exists",
         ("x.py", "--force"): "is not a report",
-        ("absent/out.json",): "mkdir -p",
-        ("absent/out.json", "--force"): "mkdir -p",
+        ("absent/out.json",): "$ mkdir ",
+        ("absent/out.json", "--force"): "$ mkdir ",
         (".",): "it is a directory",
     }.items():
         assert main(["run", "--json", *arguments, "x.py"]) == 2
@@ -519,4 +519,4 @@ def test_a_report_that_cannot_be_written_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     result = run_program("import os; os.rmdir('folder')", "--json", "folder/out.json", cwd=tmp_path)
     assert result.returncode == 2
-    assert "mkdir -p" in result.stderr
+    assert "$ mkdir " in result.stderr

@@ -184,6 +184,7 @@ def test_what_is_no_device_is_refused(marker: str, options: list[str], project: 
 
 
 def test_workers_report_what_they_changed(project: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
     project.makepyfile("import naming\n" + "\n".join(f"def test_{n}(): naming.make()" for n in range(4)))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, (project.path, source()))])}
     command = [sys.executable, "-m", "pytest", *PLUGIN, "-n", "1", "--transload-device=cpu", "-p", "no:randomly"]
