@@ -136,8 +136,9 @@ class _Predictor:
         if strict and self.torch.is_forced("NO_WEIGHTS_ONLY"):
             return self.raises("RuntimeError", self.words("forced-twice"))
         if is_folder(path):
-            error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-            return self.raises("IsADirectoryError", str(error), exact=os.name == "posix")
+            number = errno.EISDIR if os.name == "posix" else errno.EACCES
+            error = OSError(number, os.strerror(number), path)  # of the subclass for the number
+            return self.raises(type(error).__name__, str(error))
         if path.endswith(".safetensors") and self.release >= (2, 13):
             if "safetensors" in self.torch.absent:
                 return self.raises("RuntimeError", self.words("no-safetensors"))

@@ -498,6 +498,7 @@ def _headlines(c: Comparison) -> list[str]:
         parts.append(f"{folded(c.silent)} did not report")
     if c.unreadable:
         parts.append(f"the report of {folded(tuple(c.unreadable))} cannot be read")
+    same = "alike in what matters" if c.differences else "alike"
     everyone = f"{'the other' if parts else 'all'} {total} nodes" if total > 1 else folded(c.nodes)
     unusual = [difference for difference in c.matters if difference.usual]
     names = tuple(dict.fromkeys(name for difference in unusual for group in difference.rare for name in group.nodes))
@@ -514,7 +515,7 @@ def _headlines(c: Comparison) -> list[str]:
         if fault.because:
             parts.append(f"the difference in {_listed(fault.because)} explains what is wrong on {where}: {problem}")
         elif len(fault.nodes) == total:
-            alike = "are alike, and " if total > 1 and not c.matters else ""
+            alike = f"are {same}, and " if total > 1 and not c.matters else ""
             parts.append(f"{where} {alike}ha{'ve' if total > 1 else 's'} a problem: {problem}")
         else:
             parts.append(f"no difference explains what is wrong on {where}: {problem}")
@@ -522,7 +523,7 @@ def _headlines(c: Comparison) -> list[str]:
         parts.append("no failure was found that this explains")
     elif total:
         cards = f": {c.alike['GPUs']} × {c.alike.get('GPU model', 'GPU')}" if c.alike.get("GPUs", "0") != "0" else ""
-        parts.append(f"{everyone} {'are alike and' if total > 1 else 'is'} healthy{cards}")
+        parts.append(f"{everyone} {f'are {same} and' if total > 1 else 'is'} healthy{cards}")
     if parts and parts[0].startswith(("all ", "the ", "no ")):
         parts[0] = parts[0][:1].upper() + parts[0][1:]
     return parts or [""]

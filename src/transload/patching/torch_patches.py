@@ -206,12 +206,11 @@ def _cpu_name(*_: Any, **__: Any) -> str:
 
 
 def _memory(*_: Any, **__: Any) -> tuple[int, int]:
-    """Free and total host memory, in bytes."""
-    try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return 0, 0
+    """Free and total host memory, in bytes; 0 if unknown."""
+    from transload.diagnose.host import Host, memory
+
+    total, free = memory(Host())
+    return max(0, free), max(0, total)
 
 
 def _properties(*_: Any, **__: Any) -> Any:
