@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -31,6 +32,7 @@ def test_counts_in_random_bytes_equal_those_of_torch(name: str, data: bytes, spe
     for raw in (data, many_bits_set):
         aligned = raw[: len(raw) // 16 * 16]
         assert count_special(aligned, name) == counted_by_torch(aligned, name)
+        assert count_special(aligned, name, np) == counted_by_torch(aligned, name)
 
 
 @each("name", [name for name in DTYPES if not getattr(torch, name).is_complex])
@@ -38,6 +40,7 @@ def test_counts_of_special_values_equal_those_of_torch(name: str) -> None:
     numbers = torch.tensor([0.0, -0.0, 1.0, float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e-45] * 7)
     data = bytes(numbers.to(getattr(torch, name)).view(torch.uint8).numpy())
     assert count_special(data, name) == counted_by_torch(data, name)
+    assert count_special(memoryview(data), name, np) == counted_by_torch(data, name)
 
 
 def test_nan_with_only_the_last_fraction_bit_is_counted() -> None:

@@ -23,12 +23,13 @@ from transload.formats.gguf import header_values
 from transload.formats.safetensors import aliases_in
 from transload.frozen import NamedTuple
 from transload.io import pool
+from transload.io.memory import is_equal
 from transload.io.sources import Progress, SourceLike
 from transload.judge.problems import refuse_broken
 from transload.nodes import Call, called
 from transload.opening import OpenCheckpoint
 from transload.opening.digests import leaves
-from transload.opening.elements import Allowance
+from transload.opening.elements import Allowance, numpy_or_none
 from transload.opening.numbers import MOST_THREADS, NUMERIC, Comparison
 from transload.opening.stats import PIECE
 from transload.opening.values import FLOATING, count_special
@@ -179,10 +180,10 @@ class _Special:
         self._dtype = dtype
         self._counts = 0, 0
 
-    def add(self, data: bytes, counts: tuple[int, int] | None = None) -> tuple[int, int]:
+    def add(self, data: memoryview, counts: tuple[int, int] | None = None) -> tuple[int, int]:
         """Count those in a chunk, unless the counts are known; return them."""
         if counts is None:
-            counts = count_special(data, self._dtype) if self._dtype in FLOATING else (0, 0)
+            counts = count_special(data, self._dtype, numpy_or_none()) if self._dtype in FLOATING else (0, 0)
         self._counts = self._counts[0] + counts[0], self._counts[1] + counts[1]
         return counts
 
@@ -280,10 +281,9 @@ class _Tensors:
             a, b = _Special(one.dtype), _Special(two.dtype)
             for data, other in self._both(one, two):
                 self._report_progress(len(data) + len(other))
-                first, second = bytes(data), bytes(other)
-                same = one.dtype == two.dtype and first == second
-                found = a.add(first)
-                b.add(second, found if same else None)
+                same = one.dtype == two.dtype and _have_same_bytes(data, other)
+                found = a.add(data)
+                b.add(other, found if same else None)
                 if same and not started:
                     is_first = False
                     continue
@@ -318,6 +318,14 @@ class _Tensors:
             ends = [count * width for width in widths]
             yield left[0][: ends[0]], left[1][: ends[1]]
             left = [part[end:] for part, end in zip(left, ends, strict=True)]
+
+
+def _have_same_bytes(data: memoryview, other: memoryview) -> bool:
+    numpy = numpy_or_none()
+    if numpy is None or len(data) != len(other):
+        return bytes(data) == bytes(other)
+    first, second = (numpy.frombuffer(part, "u1").ctypes.data for part in (data, other))
+    return is_equal(first, second, len(data))
 
 
 def _shown(entry: Entry) -> TensorSide:

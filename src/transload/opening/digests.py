@@ -175,7 +175,7 @@ class TensorSums:
                     if digest is not None:
                         digest.update(piece)
                     if counts is not None:
-                        nan, inf = count_special(bytes(piece), tensor.dtype)
+                        nan, inf = count_special(piece, tensor.dtype)
                         counts = counts[0] + nan, counts[1] + inf
                     if record is not None:
                         value = compute(piece, value)

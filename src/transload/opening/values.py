@@ -1,8 +1,9 @@
-"""How many elements of a tensor are NaN or infinite, without numpy."""
+"""How many elements of a tensor are NaN or infinite, also without numpy."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 # Without its sign bit, a number is infinite if exactly the bits of its exponent are set, and NaN if all of them and
 # further ones are set. So adding 1 at the end of the exponent of either carries into the sign bit, and adding one less
@@ -30,13 +31,22 @@ FLOATING = frozenset({*_FORMS, *NANS})
 """The dtypes that can have NaN or infinities."""
 
 
-def count_special(data: bytes, dtype: str) -> tuple[int, int]:
+def count_special(data: bytes | memoryview, dtype: str, numpy: Any = None) -> tuple[int, int]:
     """How many numbers are NaN, and how many infinite; ``dtype`` is in ``FLOATING``, a complex element is two numbers.
+
+    With ``numpy``, other threads can run while it finds out that there are none.
 
     >>> import struct
     >>> count_special(struct.pack("<3f", 1, float("nan"), float("-inf")), "float32")
     (1, 1)
     """
+    if numpy is not None and dtype in _FORMS:
+        width, fraction = _FORMS[dtype]
+        exponent = (1 << 8 * width - 1) - (1 << fraction)
+        codes = numpy.frombuffer(data, f"<u{width}")
+        if not len(codes) or (codes & codes.dtype.type(exponent)).max() < exponent:
+            return 0, 0
+    data = bytes(data)
     if dtype in NANS:
         return sum(data.count(code) for code in NANS[dtype]), 0
     width, fraction = _FORMS[dtype]
