@@ -145,6 +145,12 @@ def test_module_inside_a_dict_becomes_its_state_dict(tmp_path: Path) -> None:
 # -- parts and names
 
 
+def test_bytes_of_a_part_count_ties_once(tmp_path: Path) -> None:
+    tied = torch.zeros(2, 4)
+    torch.save({"a": {"x": tied, "y": tied}, "b": torch.zeros(3)}, tmp_path / "a.pt")
+    assert [(part.key, part.tensors, part.nbytes) for part in parts(tmp_path / "a.pt")] == [("", 3, 44), ("a", 2, 32)]
+
+
 def test_parts_lists_keys_with_kind_and_tensor_count(train: Path) -> None:
     kinds = {part.key: (part.kind, part.tensors) for part in parts(train)}
     assert kinds[""][1] == 3 + 3

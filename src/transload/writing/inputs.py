@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from transload.checkpoint import Checkpoint, Tensor
+from transload.contents import tie_of
 from transload.errors import ConvertError
 from transload.formats.graph import node_at
 from transload.formats.nested import moved_storage, moved_tensor
@@ -303,5 +304,7 @@ def candidates(checkpoint: Checkpoint) -> tuple[Candidate, ...]:
             kind = "nested"
         elif any("." in str(tensor.path[depth]) for tensor in tensors if len(tensor.path) > depth):
             kind = "state dict"
-        out.append(Candidate(key, kind, len(tensors), sum(tensor.nbytes for tensor in tensors)))
+        # What is tied is written once.
+        distinct = {tie_of(tensor) or index: tensor.nbytes for index, tensor in enumerate(tensors)}
+        out.append(Candidate(key, kind, len(tensors), sum(distinct.values())))
     return tuple(out)

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from transload.errors import LoadError, TransloadError, UsageError
@@ -124,7 +124,7 @@ def built(model: Any) -> torch.nn.Module:
         raise LoadError(f"torch cannot be imported, and the model needs it: {error}") from error
     text = model if isinstance(model, str) else ""
     with redirect_stdout(sys.stderr):
-        factory = _named(text) if text else model
+        factory = _named(model) if isinstance(model, str) else model
         if isinstance(factory, torch.nn.Module):
             return factory
         if not callable(factory):
@@ -154,7 +154,7 @@ def _named(text: str) -> Any:
         sys.path.insert(0, os.getcwd())  # as python -m does
 
     def find() -> Any:
-        value: Any = import_module(module)
+        value: Any = importlib.import_module(module)
         for name in path.split("."):
             value = getattr(value, name)
         return value
@@ -166,7 +166,7 @@ def _of_transformers(name: str) -> Callable[[], Any]:
     """What makes a model of transformers from the config in a folder or on the hub; it gets no weights."""
 
     def make() -> Any:
-        transformers: Any = import_module("transformers")
+        transformers: Any = importlib.import_module("transformers")
         config = transformers.AutoConfig.from_pretrained(name)
         kind = next((getattr(transformers, each, None) for each in config.architectures or ()), None)
         return transformers.AutoModel.from_config(config) if kind is None else kind(config)
@@ -176,7 +176,7 @@ def _of_transformers(name: str) -> Callable[[], Any]:
 
 def _is_of_user(path: str) -> bool:
     """Whether a file is neither a library's nor this one."""
-    return not path.startswith("<") and path != __file__ and "site-packages" not in path
+    return not path.startswith("<") and path not in (__file__, importlib.__file__) and "site-packages" not in path
 
 
 def _run(name: str, call: Callable[[], Any]) -> Any:
@@ -188,4 +188,8 @@ def _run(name: str, call: Callable[[], Any]) -> Any:
         where = f", raised through {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
         what = f"could not build the model {name}: {type(error).__name__}: {error}{where}"
         fix = "It is called without arguments, on the meta device: it must not need values of tensors."
-        raise UsageError(what, fix=_FIX if isinstance(error, ImportError | AttributeError) else fix) from error
+        if isinstance(error, ImportError | AttributeError):
+            fix = _FIX
+            if name.startswith(_TRANSFORMERS) and isinstance(error, ModuleNotFoundError):
+                fix = f"Install it in this environment: python -m pip install {error.name}"
+        raise UsageError(what, fix=fix) from error
