@@ -207,10 +207,10 @@ def _cpu_name(*_: Any, **__: Any) -> str:
 
 def _memory(*_: Any, **__: Any) -> tuple[int, int]:
     """Free and total host memory, in bytes; 0 if unknown."""
-    from transload.diagnose.host import Host, memory
+    from transload.loading.placement import devices_here
 
-    total, free = memory(Host())
-    return max(0, free), max(0, total)
+    (host,) = devices_here(["cpu"]).available
+    return max(0, host.free), max(0, host.total)
 
 
 def _properties(*_: Any, **__: Any) -> Any:
