@@ -237,5 +237,6 @@ def test_command_merges_and_shows_what_it_read(
     validate(document, SCHEMA)
     assert [each["tensors"] for each in document["inputs"]] == [5, 2, 1]
     assert main(["convert", train, others[0], "--list"]) == 2
+    assert main(["convert", train, "--list", "--only", "fc"]) == 2
     assert main(["convert", train, "--force"]) == 2
     assert "DST is missing" in capsys.readouterr().err

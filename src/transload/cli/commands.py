@@ -47,8 +47,9 @@ def run_convert(arguments: Namespace) -> int:
 
     paths = [arguments.path, *arguments.more]
     if arguments.list:
-        if arguments.more:
-            raise UsageError("--list shows the parts of one checkpoint", fix="Name only SRC.")
+        if arguments.more or arguments.only or arguments.drop or arguments.rename or arguments.lora:
+            fix = "Name only SRC, without options that choose, rename or merge tensors."
+            raise UsageError("--list shows the parts of one checkpoint", fix=fix)
         finish_retag(arguments.path)
         candidates = parts(arguments.path)
         blocks = [*listing(arguments.path, candidates)]
