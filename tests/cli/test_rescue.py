@@ -54,7 +54,7 @@ def test_flipped_bits_are_repaired(
     broken: Path, intact: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = broken.read_bytes()
-    out = tmp_path / "mended.pt"
+    out = tmp_path / "repaired.pt"
     assert main(["rescue", str(broken), str(out)]) == 0
     output = capsys.readouterr()
     assert not output.err
@@ -62,15 +62,15 @@ def test_flipped_bits_are_repaired(
     assert "byte 3,000  0x76 → 0x72  proven  data.pkl" in output.out
     assert out.read_bytes() == intact
     assert broken.read_bytes() == before
-    report = validated((tmp_path / "mended.pt.rescue.json").read_text(encoding="utf-8"))
-    assert [(repair["position"], repair["bits"]) for repair in report["mends"]] == [(3000, [2]), (9000, [0])]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.pt", "mended.pt", "mended.pt.rescue.json"]
+    report = validated((tmp_path / "repaired.pt.rescue.json").read_text(encoding="utf-8"))
+    assert [(repair["position"], repair["bits"]) for repair in report["repairs"]] == [(3000, [2]), (9000, [0])]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.pt", "repaired.pt", "repaired.pt.rescue.json"]
 
 
 def test_truncated_file_is_rescued_in_part(truncated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rescue", str(truncated), str(tmp_path / "out.pt"), "--json"]) == 1
     document = validated(capsys.readouterr().out)
-    assert document["counts"] == {"whole": 26, "mended": 0, "lost": 4}
+    assert document["counts"] == {"whole": 26, "repaired": 0, "lost": 4}
     assert (document["how"], document["complete"], document["done"]) == ("left-out", False, True)
     assert {tensor["why"] for tensor in document["tensors"] if tensor["state"] == "lost"} == {
         "its bytes are not in the file"

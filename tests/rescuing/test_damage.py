@@ -104,8 +104,8 @@ def test_one_flipped_bit_per_record_is_repaired(tmp_path: Path) -> None:
         broken = flipped(broken, place, number % 8)
     result = rescue(broken, tmp_path / "out.pt")
     assert (tmp_path / "out.pt").read_bytes() == DATA
-    assert sorted(repair.position for repair in result.mends) == sorted(places)
-    assert {repair.certainty for repair in result.mends} == {"proven"}
+    assert sorted(repair.position for repair in result.repairs) == sorted(places)
+    assert {repair.certainty for repair in result.repairs} == {"proven"}
 
 
 def test_flipped_bit_in_the_index_is_repaired_without_a_directory(tmp_path: Path) -> None:

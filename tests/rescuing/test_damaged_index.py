@@ -63,7 +63,7 @@ def test_destroyed_byte_in_the_index_is_repaired(tmp_path: Path) -> None:
         out = tmp_path / f"{number}.pt"
         result = rescue(overwritten(NESTED, at, bytes([NESTED[at] ^ 0xE7])), out)
         assert (result.exit_code, result.how) == (0, "exact"), at
-        assert [(repair.position, repair.new, repair.certainty) for repair in result.mends] == [
+        assert [(repair.position, repair.new, repair.certainty) for repair in result.repairs] == [
             (at, NESTED[at], "proven")
         ]
         assert out.read_bytes() == NESTED, at

@@ -94,7 +94,7 @@ def test_truncated_shard_loses_only_its_incomplete_tensors(
     assert contains_exactly(tmp_path / out, [name for name in STATE if name not in lost])
     assert {path: path.read_bytes() for path in (tmp_path / "set").iterdir()} == before
     report = json.loads((tmp_path / f"{out}.rescue.json").read_text(encoding="utf-8"))
-    assert report["counts"] == {"whole": 7, "mended": 0, "lost": 2}
+    assert report["counts"] == {"whole": 7, "repaired": 0, "lost": 2}
 
 
 def test_missing_shard_loses_its_tensors(tmp_path: Path) -> None:
@@ -115,8 +115,8 @@ def test_flipped_bits_in_shards_are_repaired(tmp_path: Path) -> None:
         flip_bit(file, at + 777)
     result = rescue(tmp_path / "set", tmp_path / "new.safetensors")
     assert result.exit_code == 0
-    assert [outcome.name for outcome in result.mended] == ["layer3.weight", "layer2.weight"]
-    assert {repair.record.partition(" › ")[0] for repair in result.mends} == {files[0].name, files[2].name}
+    assert [outcome.name for outcome in result.repaired] == ["layer3.weight", "layer2.weight"]
+    assert {repair.record.partition(" › ")[0] for repair in result.repairs} == {files[0].name, files[2].name}
     assert all(outcome.checked for outcome in result.tensors)
     assert contains_exactly(tmp_path / "new.safetensors", list(STATE))
 
@@ -198,7 +198,7 @@ def test_flipped_bit_in_a_compressed_shard_is_repaired(tmp_path: Path) -> None:
     record = next(item for item in transload.inspect(files[1]).records if item.name == "data/1")
     flip_bit(files[1], (record.offset or 0) + record.stored // 2)
     result = rescue(tmp_path / "set", tmp_path / "new.pt")
-    assert (result.exit_code, [item.name for item in result.mended]) == (0, ["layer4.weight"])
+    assert (result.exit_code, [item.name for item in result.repaired]) == (0, ["layer4.weight"])
     assert all(item.checked for item in result.tensors)
     assert torch.equal(load(tmp_path / "new.pt")["layer4.weight"], torch.arange(600.0).view(20, 30))
 
@@ -241,7 +241,7 @@ def test_flipped_bit_in_a_distributed_checkpoint_is_repaired(tmp_path: Path) -> 
     flip_bit(file, file.read_bytes().find(STATE["layer5.weight"].numpy().tobytes()) + 100)
     result = rescue(tmp_path / "set", tmp_path / "new.safetensors")
     assert result.exit_code == 0
-    assert [tensor.name for tensor in result.mended] == ["model.layer5.weight"]
+    assert [tensor.name for tensor in result.repaired] == ["model.layer5.weight"]
     assert contains_exactly(tmp_path / "new.safetensors", list(STATE), "model.")
     leftovers = tmp_path / "new.safetensors.leftovers.json"
     assert json.loads(leftovers.read_text(encoding="utf-8"))["data"] == {"epoch": 3}
@@ -309,7 +309,7 @@ def test_damaged_deepspeed_rank_file_is_rescued(tmp_path: Path) -> None:
     for place in range(at, at + 8):
         flip_bit(file, place)
     result = rescue(tmp_path / "run", tmp_path / "new.safetensors")
-    assert ([tensor.state for tensor in result.tensors].count("whole"), len(result.mended), len(result.lost)) == (
+    assert ([tensor.state for tensor in result.tensors].count("whole"), len(result.repaired), len(result.lost)) == (
         7,
         1,
         1,

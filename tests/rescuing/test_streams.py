@@ -68,7 +68,7 @@ def test_flipped_bits_in_redundant_fields_are_repaired(tmp_path: Path) -> None:
         out = tmp_path / f"{number}.pt"
         result = rescue(flipped(LEGACY, position, number % 8), out)
         assert out.read_bytes() == LEGACY, position
-        assert [(repair.position, repair.bits) for repair in result.mends] == [(position, (number % 8,))]
+        assert [(repair.position, repair.bits) for repair in result.repairs] == [(position, (number % 8,))]
 
 
 def test_junk_around_a_stream_is_removed(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def rescue(
         result = rescue_files(path, target, fill, dry_run=dry_run, overwrite=overwrite, progress=progress)
     else:
         result = rescue_file(src, path, target, member, fill, dry_run=dry_run, progress=progress)
-    count = sum(repair.certainty != "proven" for repair in result.mends)
+    count = sum(repair.certainty != "proven" for repair in result.repairs)
     if count:
         are = "1 repaired byte is" if count == 1 else f"{count:,} repaired bytes are"
         doubt = f"{are} not proven: other damage can look the same, so compare with another copy if there is one"

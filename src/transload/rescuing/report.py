@@ -27,7 +27,7 @@ class TensorOutcome(NamedTuple):
     """
 
     name: str
-    state: Literal["whole", "mended", "lost"]
+    state: Literal["whole", "repaired", "lost"]
     nbytes: int
     checked: bool
     why: str = ""
@@ -36,8 +36,8 @@ class TensorOutcome(NamedTuple):
 class Rescue(Frozen, Reported):
     """What became of a damaged file, by tensor.
 
-    ``tensors`` are all tensors the file names, each ``whole``, ``mended`` (repaired) or ``lost``; ``records`` are other
-    parts of it that are lost. ``mends`` are the bytes that were repaired. ``how`` is what was written, or would be:
+    ``tensors`` are all tensors the file names, each ``whole``, ``repaired`` or ``lost``; ``records`` are other
+    parts of it that are lost. ``repairs`` are the bytes that were repaired. ``how`` is what was written, or would be:
     ``exact`` (as far as is known, byte for byte the file that was saved), ``rebuilt`` (everything, in a new layout),
     ``filled``, ``left-out``, ``weights`` (a program's tensors, as a dictionary), or ``nothing``. ``notes`` say what
     else was done, ``warnings`` what is uncertain.
@@ -52,7 +52,7 @@ class Rescue(Frozen, Reported):
     done: bool
     tensors: tuple[TensorOutcome, ...]
     records: tuple[LostRecord, ...] = ()
-    mends: tuple[Repair, ...] = ()
+    repairs: tuple[Repair, ...] = ()
     fill: str = ""
     notes: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -63,9 +63,9 @@ class Rescue(Frozen, Reported):
         return tuple(outcome for outcome in self.tensors if outcome.state == "whole")
 
     @property
-    def mended(self) -> tuple[TensorOutcome, ...]:
+    def repaired(self) -> tuple[TensorOutcome, ...]:
         """Tensors in which a flipped bit was repaired."""
-        return tuple(outcome for outcome in self.tensors if outcome.state == "mended")
+        return tuple(outcome for outcome in self.tensors if outcome.state == "repaired")
 
     @property
     def lost(self) -> tuple[TensorOutcome, ...]:
@@ -75,7 +75,7 @@ class Rescue(Frozen, Reported):
     @property
     def complete(self) -> bool:
         """Whether everything was recovered, without doubt."""
-        sure = all(repair.certainty == "proven" for repair in self.mends)
+        sure = all(repair.certainty == "proven" for repair in self.repairs)
         return sure and self.how != "nothing" and not (self.lost or self.records or self.warnings)
 
     @property
@@ -90,11 +90,12 @@ class Rescue(Frozen, Reported):
             "schema": 1,
             **{name: getattr(self, name) for name in names},
             **{name: getattr(self, name) or None for name in ("out", "report", "fill")},
-            "counts": {"whole": len(self.whole), "mended": len(self.mended), "lost": len(self.lost)},
+            "counts": {"whole": len(self.whole), "repaired": len(self.repaired), "lost": len(self.lost)},
             "notes": list(self.notes),
             "warnings": list(self.warnings),
-            "mends": [
-                {**mend._asdict(), "bits": list(mend.bits), "record": mend.record or None} for mend in self.mends
+            "repairs": [
+                {**repair._asdict(), "bits": list(repair.bits), "record": repair.record or None}
+                for repair in self.repairs
             ],
             "records": [record._asdict() for record in self.records],
             "tensors": [{**outcome._asdict(), "why": outcome.why or None} for outcome in self.tensors],
@@ -115,11 +116,11 @@ def report(rescue: Rescue) -> Iterator[Block]:
     for note in rescue.notes:
         yield row("found", printable(note, None))
     yield row("whole", _counted(rescue.whole), "good" if rescue.whole else "")
-    if rescue.mends:
-        bits = sum(len(repair.bits) for repair in rescue.mends)
-        tensors = f", {plural(len(rescue.mended), 'tensor')}" if rescue.mended else ""
-        yield row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.mends), 'byte')}{tensors}", "trust")
-        yield Table(Rows(rescue.mends, _repaired), right=(0, 1), dim=(1, 3), shrinks=(3,), indent=14, most=_ROWS)
+    if rescue.repairs:
+        bits = sum(len(repair.bits) for repair in rescue.repairs)
+        tensors = f", {plural(len(rescue.repaired), 'tensor')}" if rescue.repaired else ""
+        yield row("repaired", f"{plural(bits, 'bit')} in {plural(len(rescue.repairs), 'byte')}{tensors}", "trust")
+        yield Table(Rows(rescue.repairs, _repaired), right=(0, 1), dim=(1, 3), shrinks=(3,), indent=14, most=_ROWS)
     if rescue.lost:
         yield row("lost", _counted(rescue.lost), "bad")
         if all(len(tensor.why) <= _SHORT for tensor in rescue.lost[:_ROWS]):

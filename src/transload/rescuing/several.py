@@ -82,7 +82,7 @@ def rescue_files(
             storages = [storage for storage in parts if storage is not None and storage.nbytes]
             places = {(s.file, s.record if s.offset is None else s.offset) for s in storages}
             if tensor.name not in reasons and not any(storage.id.startswith(distrusted) for storage in storages):
-                state: Literal["mended", "whole"] = "mended" if repaired_at & places else "whole"
+                state: Literal["repaired", "whole"] = "repaired" if repaired_at & places else "whole"
                 outcomes.append(TensorOutcome(tensor.name, state, tensor.nbytes, places <= summed))
             else:
                 why = reasons.get(tensor.name, "the index that names it is damaged")

@@ -235,7 +235,7 @@ class Outcomes:
             if why and storage.device != "meta":
                 return TensorOutcome(tensor.name, "lost", tensor.nbytes, checked=False, why=why)
             repaired |= bisect_left(self._repaired_at, start) < bisect_left(self._repaired_at, end)
-        return TensorOutcome(tensor.name, "mended" if repaired else "whole", tensor.nbytes, checked)
+        return TensorOutcome(tensor.name, "repaired" if repaired else "whole", tensor.nbytes, checked)
 
     def _lost_in(self, start: int, end: int) -> LostRange | None:
         """The first lost range that overlaps an interval."""
