@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 
+from save import WATCH
+
 PROGRAM = """
 import logging, os, sys, threading, time, warnings
 logging.disable(logging.WARNING)
@@ -48,20 +50,6 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
-
-class Watch(threading.Thread):
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.before = self.peak = resident()
-        self.over = threading.Event()
-
-    def run(self):
-        while not self.over.wait(0.005):
-            self.peak = max(self.peak, resident())
-
-def resident():
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 trainer = lightning.Trainer(
     max_steps=1, accelerator="cpu", devices=1, plugins=plugins, logger=False, enable_checkpointing=False,
@@ -112,7 +100,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         for _ in range(options.rounds):
             for name in PLUGINS:
-                command = [sys.executable, "-c", PROGRAM, str(options.megabytes), str(options.repeat), folder, name]
+                arguments = [str(options.megabytes), str(options.repeat), folder, name]
+                command = [sys.executable, "-c", WATCH + PROGRAM, *arguments]
                 out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
                 lines = [line for line in out if line.startswith("run ")][1:]  # the first save makes the file
                 runs[name] += [[float(word) for word in line.split()[1:]] for line in lines]

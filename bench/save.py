@@ -26,6 +26,24 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+WATCH = """
+import os, threading
+
+def resident():
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+class Watch(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.before = self.peak = resident()
+        self.over = threading.Event()
+    def run(self):
+        while not self.over.wait(0.005):
+            self.peak = max(self.peak, resident())
+"""
+"""The start of a program that measures how much memory it takes."""
+
 PROGRAM = """
 import gc, mmap, os, resource, sys, threading, time
 import torch
@@ -93,19 +111,6 @@ def supports_direct():
         return True
     except (OSError, AttributeError):
         return False
-
-def resident():
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-class Watch(threading.Thread):
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.before = self.peak = resident()
-        self.over = threading.Event()
-    def run(self):
-        while not self.over.wait(0.005):
-            self.peak = max(self.peak, resident())
 
 bypasses_cache = supports_direct()
 save = globals()[saver]
@@ -192,7 +197,7 @@ def measure(case: str, count: int, numel: int, options: argparse.Namespace, path
             command = [
                 sys.executable,
                 "-c",
-                PROGRAM,
+                WATCH + PROGRAM,
                 case,
                 str(count),
                 str(numel),
