@@ -4,17 +4,14 @@ The rule: a frozen class derives from ``Frozen`` and is copied by ``replace`` of
 this ``NamedTuple``. ``dataclasses.dataclass`` is for the rest: mutable classes, slots, fields added in a subclass.
 
 Importing ``dataclasses`` takes a sixth of the time of ``transload inspect``, and it compiles six methods for each
-class: for the thirty classes of ``machine`` that takes longer than examining a machine. Here only ``__init__`` is
-compiled, when it is first needed, and the other methods are inherited. ``fields``, ``replace`` and ``is_dataclass``
-work: the attribute they read is computed on demand.
-
-``typing.NamedTuple`` compiles every annotation, which takes longer than everything else about the class, and
-``collections.namedtuple`` compiles ``__new__``; here that, too, is compiled when it is first needed.
+class: for the thirty classes of ``machine`` that takes longer than examining a machine. ``typing.NamedTuple`` compiles
+every annotation, and ``__new__``. Here nothing is compiled: all methods are inherited, also the constructor, which
+takes a microsecond longer for each object. What ``fields``, ``is_dataclass`` and ``inspect.signature`` read is
+computed on demand.
 """
 
 from __future__ import annotations
 
-from collections import namedtuple
 from typing import TYPE_CHECKING, Any
 
 __all__ = ["Frozen", "NamedTuple", "Plain", "replace"]
@@ -23,25 +20,33 @@ __all__ = ["Frozen", "NamedTuple", "Plain", "replace"]
 class _Fields:
     """``__dataclass_fields__`` of a class: when first read, it is replaced by that of a real dataclass."""
 
-    def __init__(self, cls: Any, annotations: dict[str, Any], defaults: dict[str, Any]) -> None:
-        self.cls, self.annotations, self.defaults = cls, annotations, defaults
+    def __init__(self, annotations: dict[str, Any], defaults: dict[str, Any]) -> None:
+        self.annotations, self.defaults = annotations, defaults
 
-    def __get__(self, instance: object, cls: type) -> Any:
+    def __get__(self, instance: object, cls: Any) -> Any:
         from dataclasses import dataclass
 
-        named = {"__module__": self.cls.__module__, "__doc__": "Not empty, else dataclass() adds a signature."}
+        named = {"__module__": cls.__module__, "__doc__": "Not empty, else dataclass() adds a signature."}
         namespace = {**named, "__annotations__": self.annotations, **self.defaults}
-        twin: Any = dataclass(init=False, repr=False, eq=False)(type(self.cls.__name__, (), namespace))
-        self.cls.__dataclass_fields__ = twin.__dataclass_fields__
+        twin: Any = dataclass(init=False, repr=False, eq=False)(type(cls.__name__, (), namespace))
+        cls.__dataclass_fields__ = twin.__dataclass_fields__
         return twin.__dataclass_fields__
 
 
-class _Init(_Fields):
-    """``__init__`` of a class: compiled when it is first read, since most classes of a module are seldom used."""
+class _Signature(_Fields):
+    """``__signature__`` of a class: what its constructor takes."""
 
-    def __get__(self, instance: object, cls: type) -> Any:
-        init = self.cls.__init__ = _init(self.cls, self.annotations, self.defaults)
-        return init if instance is None else init.__get__(instance)
+    def __get__(self, instance: object, cls: Any) -> Any:
+        from inspect import Parameter, Signature
+
+        defaults = {name: getattr(default, "default_factory", default) for name, default in self.defaults.items()}
+        kind, empty = Parameter.POSITIONAL_OR_KEYWORD, Parameter.empty
+        return Signature(
+            [
+                Parameter(name, kind, default=defaults.get(name, empty), annotation=annotation)
+                for name, annotation in self.annotations.items()
+            ]
+        )
 
 
 if TYPE_CHECKING:
@@ -57,6 +62,20 @@ if TYPE_CHECKING:
 else:
     from _collections import _tuplegetter
 
+    def _complete(cls: Any, values: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """The values of all fields, in their order."""
+        names, defaults, count = cls.__match_args__, cls._field_defaults, len(values)
+        if not named and 0 < len(names) - count <= len(defaults):
+            return values + tuple(defaults.values())[count - len(names) :]
+        try:
+            values += tuple([named.pop(name) if name in named else defaults[name] for name in names[count:]])
+        except KeyError as error:
+            raise TypeError(f"{cls.__name__}(): {error} is missing") from None
+        if named or count > len(names):
+            wrong = f"{next(iter(named))!r} is unexpected" if named else f"{count} arguments for {len(names)} fields"
+            raise TypeError(f"{cls.__name__}(): {wrong}")
+        return values
+
     class Frozen:
         """A base class that works like ``dataclass(frozen=True)``.
 
@@ -69,9 +88,22 @@ else:
         def __init_subclass__(cls) -> None:
             if annotations := cls.__annotations__:  # else it has the fields of its base
                 defaults = {name: cls.__dict__[name] for name in annotations if name in cls.__dict__}
-                cls.__dataclass_fields__ = _Fields(cls, annotations, defaults)
+                cls.__dataclass_fields__ = _Fields(annotations, defaults)
+                cls.__signature__ = _Signature(annotations, defaults)
                 cls.__match_args__ = tuple(annotations)
-                cls.__init__ = _Init(cls, annotations, defaults)
+                cls._field_defaults = defaults
+                cls._factories = [name for name in defaults if hasattr(defaults[name], "default_factory")]
+                for name in cls._factories:
+                    delattr(cls, name)
+
+        def __init__(self, /, *values: object, **named: object) -> None:
+            names = self.__match_args__
+            if len(values) != len(names) or named:
+                for name in self._factories:
+                    if name not in named and names.index(name) >= len(values):
+                        named[name] = self._field_defaults[name].default_factory()
+                values = _complete(type(self), values, named)
+            self.__dict__.update(zip(names, values, strict=True))
 
         def __setattr__(self, name: str, value: object = None) -> None:
             from dataclasses import FrozenInstanceError
@@ -93,18 +125,15 @@ else:
         def __replace__(self, **changes: object) -> object:
             return type(self)(**{**self.__dict__, **changes})
 
-    class _New(_Fields):
-        """``__new__`` of a named tuple: compiled when it is first read."""
-
-        def __get__(self, instance: object, cls: type) -> Any:
-            twin = namedtuple(self.cls.__name__, self.annotations, defaults=self.defaults.values())  # noqa: PYI024
-            self.cls.__new__ = twin.__new__
-            return twin.__new__
-
     class _Tuple(tuple):
         """What all named tuples inherit; their documentation is that of ``collections.namedtuple``."""
 
         __slots__ = ()
+
+        def __new__(cls, /, *values: object, **named: object) -> Any:
+            if len(values) != len(cls.__match_args__) or named:
+                values = _complete(cls, values, named)
+            return tuple.__new__(cls, values)
 
         @classmethod
         def _make(cls, values: Iterable[Any]) -> Any:
@@ -136,9 +165,8 @@ else:
             defaults = {field: namespace[field] for field in annotations if field in namespace}
             fields = {field: _tuplegetter(index, None) for index, field in enumerate(annotations)}
             named = {"_fields": tuple(fields), "_field_defaults": defaults, "__match_args__": tuple(fields)}
-            result = type(name, (_Tuple,), {**namespace, **fields, **named, "__slots__": ()})
-            result.__new__ = _New(result, annotations, defaults)
-            return result
+            named["__signature__"] = _Signature(annotations, defaults)
+            return type(name, (_Tuple,), {**namespace, **fields, **named, "__slots__": ()})
 
     class NamedTuple(metaclass=_NamedTupleMaker):
         """A base class that works like ``typing.NamedTuple``.
@@ -157,23 +185,6 @@ else:
         from dataclasses import replace
 
         return replace(instance, **changes)
-
-
-def _init(cls: type, annotations: dict[str, Any], defaults: dict[str, Any]) -> Any:
-    """The ``__init__`` of a class, compiled for it, so that creating an object takes one call."""
-    names: dict[str, Any] = {"defaults": defaults}
-    factories = []
-    for name, default in defaults.items():
-        if hasattr(default, "default_factory"):  # ``dataclasses.field``
-            factories.append(f" {name} = {name}.default_factory() if {name} is defaults[{name!r}] else {name}\n")
-            delattr(cls, name)
-    # Short, since compiling takes time. ``update`` copies: a debugger adds variables to the dict of locals().
-    body = " self.__dict__.update(locals())\n del self.__dict__['self']"
-    exec(f"def __init__(self, {', '.join(annotations)}):\n{''.join(factories)}{body}", names)  # noqa: S102
-    init = names["__init__"]
-    init.__defaults__ = tuple(defaults.values())
-    init.__annotations__ = {**annotations, "return": "None"}
-    return init
 
 
 class Plain(Frozen):
