@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 from zlib import crc32
 
+TLS = Path(__file__).parent / "data" / "tls"
+"""Certificates for tests, with their keys: ``here.pem`` for this machine, ``elsewhere.pem`` for another, and one that
+has expired; all signed by ``ca.pem``, whose key was thrown away."""
 _PIECE = 1 << 18
 
 
@@ -86,13 +92,22 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class FileServer(ThreadingHTTPServer):
-    """Files by name. ``log`` has the path and headers of each request, ``sent`` counts the bytes of bodies."""
+    """Files by name. ``log`` has the path and headers of each request, ``sent`` counts the bytes of bodies.
+
+    With a ``certificate``, the name of a file in ``tests/data/tls``, it speaks HTTPS.
+    """
 
     request_queue_size = 128
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes]) -> None:
+    def __init__(self, files: dict[str, bytes], certificate: str = "") -> None:
         super().__init__(("127.0.0.1", 0), Handler)
+        self.connections = 0
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(TLS / certificate)
+            # The handshake is left to the thread of the connection.
+            self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.files = files
         self.log: list[tuple[str, dict[str, str]]] = []
         self.sent = 0
@@ -100,16 +115,21 @@ class FileServer(ThreadingHTTPServer):
         self.ranges = True
         self.fault: Callable[[Handler], bool] | None = None
         self.lock = threading.Lock()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = f"{'https' if certificate else 'http'}://127.0.0.1:{self.server_address[1]}"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Count the connection, and serve it."""
+        self.connections += 1
+        super().process_request(request, client_address)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Say nothing: clients hang up."""
 
 
 @contextmanager
-def serve(files: dict[str, bytes]) -> Iterator[FileServer]:
+def serve(files: dict[str, bytes], certificate: str = "") -> Iterator[FileServer]:
     """A server of files, while the block runs."""
-    server = FileServer(files)
+    server = FileServer(files, certificate)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
