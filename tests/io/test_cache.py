@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from transload.io.cache import cached_fraction
+from transload.io import cache
+from transload.io.cache import ReadAhead, ask_for, cached_fraction, is_slow
 
 HAS_NOWAIT = hasattr(os, "RWF_NOWAIT")
 
@@ -89,3 +90,77 @@ def test_cached_fraction_is_unknown_without_system_support(file: int, monkeypatc
     monkeypatch.delattr(os, "RWF_NOWAIT", raising=False)
     assert cached_fraction(file, 0, 100_000) is None
     os.close(file)
+
+
+@pytest.mark.skipif(not HAS_NOWAIT, reason="this system has no RWF_NOWAIT")
+def test_a_cold_file_is_asked_for_few_bytes(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled: list[int] = []
+
+    def answer(offset: int) -> int:
+        sampled.append(offset)
+        raise BlockingIOError
+
+    monkeypatch.setattr(os, "preadv", fake_preadv(answer))
+    assert cached_fraction(file, 0, 1 << 30) == 0.0
+    assert len(sampled) == 4
+    assert max(sampled) - min(sampled) > 1 << 29
+    os.close(file)
+
+
+# -- slow disks
+
+
+class Clock:
+    """A clock, and reads that each take as long as ``waits`` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, waits: list[float], known: bool | None) -> None:
+        self.now, self.left = 0.0, list(waits)
+        monkeypatch.setattr(cache, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(cache, "_is_cached", lambda *_: known)
+        monkeypatch.setattr(os, "pread", self.pread)
+
+    def pread(self, *_: object) -> bytes:
+        self.now += self.left.pop(0)
+        return b"x"
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
+@pytest.mark.parametrize(
+    ("known", "waits", "slow"),
+    [
+        (False, [0.008, 0.005], True),
+        (False, [0.008, 0.0002], False),  # the first was late for another reason
+        (False, [0.0002], False),
+        (None, [0.0005, 0.0005], True),  # a network
+        (None, [0.00001], False),  # it was cached
+        (True, [], False),
+    ],
+    ids=["spinning", "busy", "solid-state", "network", "network, cached", "cached"],
+)
+def test_disk_is_slow_if_two_reads_take_long(
+    known: bool | None, waits: list[float], slow: bool, file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, waits, known)
+    assert is_slow(file, 0, 1 << 30) is slow
+    assert clock.left == []
+    monkeypatch.undo()
+    os.close(file)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
+def test_bytes_are_asked_for_in_order_and_no_further_than_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: asked.append(arguments[:3]))
+    spans = [(5, 10, 300 << 20), (6, 0, 1000)]
+    ahead = ReadAhead(spans)
+    for done in (0, 0, 1 << 20, 200 << 20, 300 << 20):
+        ahead.ask(done)
+        assert sum(count for _, _, count in asked) < done + (64 << 20) + (128 << 10)
+    assert ahead.done
+    assert asked == sorted(asked)
+    covered = {descriptor: sum(count for at, _, count in asked if at == descriptor) for descriptor in (5, 6)}
+    assert covered == {5: (300 << 20) - 10, 6: 1000}
+
+
+def test_a_refused_hint_does_no_harm() -> None:
+    ask_for(-1, 0, 10)

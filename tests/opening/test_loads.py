@@ -60,9 +60,9 @@ def lane_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of lanes of each transfer."""
     counts: list[int] = []
 
-    def run_lanes(jobs: Any, lanes: Any, report_progress: Any = None) -> None:
+    def run_lanes(jobs: Any, lanes: Any, *rest: Any) -> None:
         counts.append(len(lanes))
-        real_run_lanes(jobs, lanes, report_progress)
+        real_run_lanes(jobs, lanes, *rest)
 
     monkeypatch.setattr(engine, "run_lanes", run_lanes)
     return counts
@@ -284,9 +284,9 @@ def test_file_truncated_during_load_into_is_a_broken_file_error(
     torch.save(Model(1).state_dict(), path)
     offset = offset_of(path, "wide.weight")
 
-    def truncating_run_lanes(jobs: Any, lanes: Any, report_progress: Any = None) -> None:
+    def truncating_run_lanes(*arguments: Any) -> None:
         os.truncate(path, offset + 5_000_000)
-        real_run_lanes(jobs, lanes, report_progress)
+        real_run_lanes(*arguments)
 
     monkeypatch.setattr(engine, "run_lanes", truncating_run_lanes)
     with pytest.raises(BrokenFileError, match=r"wide|tall|tied|norms|count"):

@@ -99,7 +99,7 @@ def _not_a_checkpoint(source: Source, what: Foreign, index: ZipIndex | None = No
 
 
 def _read_zip(source: Source, *, verify: bool, tree: bool = True, headers: bool = False) -> Checkpoint:
-    index = read_index(source, headers=headers or verify)
+    index = read_index(source, headers=headers or verify, loading=not tree)
     if not index.ok:
         from transload.formats.foreign import Excerpt, mangled
 

@@ -187,11 +187,12 @@ def ends_like_zip(source: Source) -> bool:
     return any(0 <= place < end and source.read(place, 4) == b"PK\x01\x02" for place in places)
 
 
-def read_index(source: Source, *, headers: bool = False) -> ZipIndex:
+def read_index(source: Source, *, headers: bool = False, loading: bool = False) -> ZipIndex:
     """Read the central directory and every local header, and compare them. Never raises for bad content.
 
     Of a ``far`` source, local headers are read only with ``headers``: where records are follows from the directory,
-    and each header is compared when its record is read.
+    and each header is compared when its record is read. So it is with a ``slow`` source for a program that is
+    ``loading`` it, and calls ``check_claims`` in the end.
     """
     problems = Problems()
     try:
@@ -202,7 +203,8 @@ def read_index(source: Source, *, headers: bool = False) -> ZipIndex:
         return ZipIndex("", {}, tuple(problems), ok=False)
     check_names(entries, problems)
     root = find_root(entries, problems)
-    inferred = _infer_offsets(source, entries, start) if source.far and not headers else {}
+    late = not headers and (source.far or (loading and source.slow))
+    inferred = _infer_offsets(source, entries, start) if late else {}
     records = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems, inferred)
     if not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries):
         problems.add("no-checksums", detail="every checksum in it is zero: it was saved with checksums switched off")
@@ -443,6 +445,8 @@ def _read_locals(
         unknown = [entry for entry in unknown if not source.holds(entry.header, 30 + len(entry.raw_name))]
         raw = source.read_all([(entry.header, 30 + len(entry.raw_name) + 64) for entry in unknown])
         fetched = dict(zip((entry.header for entry in unknown), raw, strict=True))
+    elif source.slow and not inferred:
+        source.prepare([(entry.header, 30 + len(entry.raw_name)) for entry in entries])
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []

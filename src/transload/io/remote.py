@@ -302,9 +302,7 @@ class RemoteSource(Source):
                 self._checking.notify_all()
 
     def _check(self, claim: Claim, header: bytes) -> None:
-        if wrong := claim.wrong(header):
-            fix = "Nothing that this file says can be relied on. Get it again from its author."
-            raise BrokenFileError(wrong, where=self.name, fix=fix)
+        claim.check(header, self.name)
         with self._checking:
             self._unchecked.discard(claim.end)
 

@@ -6,7 +6,7 @@ import os
 import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO
 
 from transload.frozen import NamedTuple
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # a file that can be read needs no errors
     from transload.errors import CannotReadError
 
 _PIECE = 1 << 20
+_LARGE = 16 << 20  # a smaller file has too few records to ask whether reading them is slow
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
 _LONG_PATH = 190  # Windows allows 260 characters, and names beside a file are longer than its own
 _SEEKING = allocate_lock()
@@ -24,7 +25,7 @@ SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO 
 Progress = bool | Callable[[int, int], object] | None
 
 
-class Source(Protocol):
+class Source:
     """Bytes that can be read at any position.
 
     ``read`` returns exactly the bytes that exist in ``[offset, offset + count)``: fewer than ``count`` at the end, none
@@ -46,6 +47,9 @@ class Source(Protocol):
     """What a write to it changes; empty if that is not known."""
     far: bool = False
     """Whether each read waits for a network: what can be worked out is not read, and reads are asked for together."""
+    slow: bool = False
+    """Whether it is a file whose first bytes take long to come, as on a spinning disk: a load does the same as for a
+    ``far`` source, and checks the claims in the end."""
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -60,7 +64,8 @@ class Source(Protocol):
         count = min(len(buffer), self.size - offset)
         return self._fill(offset, buffer[:count]) if offset >= 0 and count > 0 else 0
 
-    def _read(self, offset: int, count: int) -> bytes: ...
+    def _read(self, offset: int, count: int) -> bytes:
+        raise NotImplementedError
 
     def _fill(self, offset: int, buffer: memoryview) -> int:
         done = 0
@@ -84,11 +89,15 @@ class Source(Protocol):
         """Read small ranges that will be needed, at the same time, and keep them, if the source is ``far``."""
         return
 
-    def expect(self, claims: Sequence[Claim]) -> None:  # noqa: ARG002 - far sources need them
+    def expect(self, claims: Sequence[Claim]) -> None:  # noqa: ARG002 - far and slow sources need them
         """Check claims about bytes when bytes next to them are read, and raise ``BrokenFileError`` if one is wrong.
 
-        Only a ``far`` source does: elsewhere, they are checked at once.
+        Only a ``far`` source does. A ``slow`` one keeps them for ``check_claims``; elsewhere, there are none.
         """
+        return
+
+    def check_claims(self) -> None:
+        """Check the claims that were kept, when reading the bytes is no longer slow; raise ``BrokenFileError``."""
         return
 
     def is_changed(self) -> bool:
@@ -107,6 +116,14 @@ class Claim(NamedTuple):
     end: int
     reach: int
     wrong: Callable[[bytes], str]
+
+    def check(self, raw: bytes, name: str) -> None:
+        """Raise ``BrokenFileError`` if it is wrong."""
+        if wrong := self.wrong(raw):
+            from transload.errors import BrokenFileError
+
+            fix = "Nothing that this file says can be relied on. Get it again from its author."
+            raise BrokenFileError(wrong, where=name, fix=fix)
 
 
 class FileSource(Source):
@@ -137,6 +154,41 @@ class FileSource(Source):
             raise CannotReadError("not a regular file (a device, pipe or socket)", where=self.name, fix=fix)
         self.size = status.st_size
         self.stamp = _stamp(status)
+        self._claims: list[Claim] = []
+        self._slow: bool | None = None
+
+    @property
+    def slow(self) -> bool:  # type: ignore[override]
+        """Whether bytes that are not cached take long to come; of a small file, this is not measured."""
+        if self._slow is None:
+            from transload.io.cache import is_slow
+
+            self._slow = self.size >= _LARGE and is_slow(self.descriptor, 0, self.size)
+        return self._slow
+
+    def holds(self, offset: int, count: int) -> bool:  # noqa: ARG002
+        """Whether bytes can be read without waiting."""
+        return not self.slow
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Ask the system for small ranges that will be needed, if it is ``slow``."""
+        from transload.io.cache import ask_for
+
+        for offset, count in ranges if self.slow else ():
+            ask_for(self.descriptor, offset, count)
+
+    def expect(self, claims: Sequence[Claim]) -> None:
+        """Keep claims about bytes for ``check_claims``."""
+        self._claims += claims
+
+    def check_claims(self) -> None:
+        """Check the claims that were kept."""
+        if not self._claims:
+            return
+        self.prepare([(claim.begin, claim.end - claim.begin) for claim in self._claims])
+        while self._claims:
+            claim = self._claims.pop()
+            claim.check(self.read(claim.begin, claim.end - claim.begin), self.name)
 
     def is_changed(self) -> bool:
         """Whether the file was written to since it was opened; false once it is closed."""

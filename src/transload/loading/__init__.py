@@ -110,8 +110,8 @@ def load(
         config = getattr(sys.modules.get("torch.utils.serialization"), "config", None)
         mapped = config is not None and bool(config.load.mmap)
     settings = check_settings(threads, pinned_mb, direct)
-    # 1. Open and judge it. Ordinary tensors are only counted: they are named if something is wrong.
-    with gc_paused(user_objects=trusted), _opened(f, map_location, tree=trusted, verify=verify) as opened:
+
+    def load_opened(opened: OpenCheckpoint) -> Any:
         # 2. Refuse what must not be loaded, and leave out what torch cannot represent.
         _refuse(opened.checkpoint, trusted=trusted)
         if opened.checkpoint.findings:
@@ -156,14 +156,28 @@ def load(
             raise
         opened.check_unchanged()
         opened.seek_past_content()
-    if plan.warning:
-        warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=2)
-    if checkpoint.findings:
-        from transload.judge.problems import load_warning
+        if plan.warning:
+            warnings.warn(f"{checkpoint.path}: {plan.warning}", LandingWarning, stacklevel=3)
+        if checkpoint.findings:
+            from transload.judge.problems import load_warning
 
-        if wrong := load_warning(checkpoint):
-            warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=2)
-    return loaded
+            if wrong := load_warning(checkpoint):
+                warnings.warn(f"{checkpoint.path}: {wrong}", FileWarning, stacklevel=3)
+        return loaded
+
+    # 1. Open and judge it. Ordinary tensors are only counted: they are named if something is wrong.
+    with gc_paused(user_objects=trusted):
+        with _opened(f, map_location, tree=trusted, verify=verify) as opened:
+            try:
+                loaded = load_opened(opened)
+                if opened.claims_hold():
+                    return loaded
+            except LoadError:
+                if opened.claims_hold():
+                    raise
+        # The headers in it contradict what was worked out from its directory: read them first.
+        with OpenCheckpoint(f, tree=trusted, headers=True) as opened:
+            return load_opened(opened)
 
 
 def _opened(f: SourceLike, map_location: Any, *, tree: bool, verify: bool) -> OpenCheckpoint:

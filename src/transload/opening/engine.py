@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from transload.errors import CannotReadError
 from transload.frozen import Frozen, NamedTuple
-from transload.io.cache import WARM, cached_fraction
+from transload.io.cache import WARM, ReadAhead, cached_fraction
 from transload.io.cuda_driver import CudaDriver, DriverError, event_now
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
 from transload.io.sources import FileSource, Source, is_url
@@ -54,6 +54,8 @@ the ring; 20.9 with two, against 14.4. With four cores the ring is faster."""
 _COLD = 0.5
 _POLL = 0.05
 """Seconds between two checks of the progress of the threads."""
+_POLL_AHEAD = 0.002
+"""The same while reads are asked for ahead of them."""
 SLOTS = 2
 """Slots per lane: one is read into while the device copies from the other. Four were not faster."""
 KEPT = 16
@@ -82,6 +84,8 @@ class Facts(NamedTuple):
     """Whether all sources are files with a descriptor, which can be read past the page cache."""
     mappable: bool = False
     """Whether the devices can copy from the page cache."""
+    slow: bool = False
+    """Whether bytes that are not cached take long to come, as from a spinning disk or over a network."""
     huge: bool = False
     """Whether huge pages are available."""
     streams: int = 64
@@ -103,6 +107,8 @@ class Choice(Frozen):
     """Whether reads bypass the page cache."""
     huge: bool = False
     """Whether to ask for huge pages in fresh host memory."""
+    ahead: bool = False
+    """Whether the system is asked for bytes before they are read."""
     why: str = ""
 
 
@@ -117,7 +123,9 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     nbytes = facts.host + facts.cuda
     cold = facts.cached is not None and facts.cached < _COLD
     warm = facts.cached is not None and facts.cached >= WARM
-    direct = facts.on_disk and (settings.direct if settings.direct is not None else cold and nbytes >= FEW_BYTES)
+    usual = cold and nbytes >= FEW_BYTES and not facts.slow
+    direct = facts.on_disk and (usual if settings.direct is None else settings.direct)
+    ahead = facts.slow and facts.on_disk and not warm and not direct
     few = facts.cores <= _FEW_CORES and settings.threads is None and settings.pinned is None
     mapped = facts.mappable and warm and few and facts.cuda >= FEW_BYTES and not direct
     lanes = 1
@@ -139,6 +147,8 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         why.append("the device fetches from the page cache")
     elif direct:
         why.append("past the page cache")
+    elif ahead:
+        why.append("asked for ahead")
     elif warm:
         why.append("from the page cache")
     if facts.cached is not None and not warm:
@@ -146,7 +156,7 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         why.append(f"which holds {percent} of it" if direct else f"{percent} cached")
     if huge:
         why.append("huge pages")
-    return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ", ".join(why))
+    return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ahead, ", ".join(why))
 
 
 def forecast(path: str, host: int, cuda: int) -> Choice:
@@ -157,10 +167,17 @@ def forecast(path: str, host: int, cuda: int) -> Choice:
         return choose(Facts(host, cuda, 1, None))
     from transload.io.pool import cores
 
-    cached = None
+    facts = Facts(host, cuda, cores(), None, huge=host >= FEW_BYTES and huge_pages_pay(host))
     with suppress(CannotReadError), closing(FileSource(path)) as file:
-        cached = cached_fraction(file.descriptor, 0, file.size)
-    return choose(Facts(host, cuda, cores(), cached, huge=host >= FEW_BYTES and huge_pages_pay(host)))
+        facts = facts._replace(**_facts_of(file, 0, file.size))
+    return choose(facts)
+
+
+def _facts_of(source: Source, begin: int, end: int) -> dict[str, Any]:
+    """What is known of a range of a file: how much of it is cached, and how long the rest takes to come."""
+    descriptor = getattr(source, "descriptor", -1)
+    cached = cached_fraction(descriptor, begin, end)
+    return {"cached": cached, "slow": (cached is None or cached < WARM) and source.slow}
 
 
 # -- threads
@@ -176,13 +193,18 @@ class Lane(Protocol):
         """Do jobs until there are no more. When this returns or raises, none is in flight."""
 
 
-def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: ReportProgress | None = None) -> None:
+def run_lanes(
+    jobs: Iterable[Job],
+    lanes: Sequence[Lane],
+    report_progress: ReportProgress | None = None,
+    ahead: ReadAhead | None = None,
+) -> None:
     """Do all jobs, each lane in a thread; a single lane runs in this one. Raises the first error of a lane.
 
     ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``report_progress`` is called in
-    this thread.
+    this thread, which also asks for what is read next.
     """
-    if len(lanes) == 1:
+    if len(lanes) == 1 and ahead is None:
         _run_lane(jobs, lanes[0], report_progress)
         return
     from transload.io.pool import ThreadPool
@@ -202,6 +224,8 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: Repor
         if not pool.started:
             _run_lane(jobs, lanes[0], report_progress)
             return
+        if ahead is not None:
+            ahead.ask(0)
         for job in jobs:
             if pool.stopped:
                 return
@@ -209,8 +233,10 @@ def run_lanes(jobs: Iterable[Job], lanes: Sequence[Lane], report_progress: Repor
         end()
         running, reported = True, 0
         while running:
-            running = pool.wait(_POLL)
+            running = pool.wait(_POLL if ahead is None or ahead.done else _POLL_AHEAD)
             done = sum(lane.done for lane in lanes)
+            if ahead is not None and not pool.stopped:
+                ahead.ask(done)
             if report_progress and done > reported and not pool.stopped:
                 report_progress(done - reported)
             reported = done
@@ -267,7 +293,7 @@ def read_ranges(
         largest, (begin, end) = max(spans.items(), key=lambda item: item[1][1] - item[1][0])
         running = sys.modules.get("transload.opening.prefetch")
         if running is None or not running.take_over(files[largest].descriptor):
-            facts = facts._replace(cached=cached_fraction(files[largest].descriptor, begin, end))
+            facts = facts._replace(**_facts_of(sources[largest], begin, end))
         if cuda:
             from transload.io.cuda_driver import cuda_driver
 
@@ -276,6 +302,7 @@ def read_ranges(
             mappable = driver is not None and all(map(driver.can_pin_read_only, numbers))
             facts = facts._replace(mappable=mappable)
     choice = choose(facts, settings)
+    ahead = ReadAhead(_spans(files, requests)) if choice.ahead else None
     gap = max((source.gap for source in sources), default=0)
     transfer = Transfer(files, requests, address_of, checksums, gap, choice.huge)
     try:
@@ -284,11 +311,22 @@ def read_ranges(
                 file.go_direct()
         hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
         with cuda_lanes(transfer, choice) if choice.ring else nullcontext(hosts) as lanes:
-            run_lanes(transfer.jobs(), lanes, report_progress)
+            run_lanes(transfer.jobs(), lanes, report_progress, ahead)
     finally:
         for file in files:
             file.close()
     return choice
+
+
+def _spans(files: Sequence[File], requests: Sequence[ReadRequest]) -> Iterator[tuple[int, int, int]]:
+    """What is read of each file, in order; what is between two requests may have the headers of records."""
+    spans: list[list[int]] = []
+    for file, offset, nbytes, _ in sorted(requests):
+        if spans and spans[-1][0] == file and offset - spans[-1][2] <= CELL:
+            spans[-1][2] = max(spans[-1][2], offset + nbytes)
+        else:
+            spans.append([file, offset, offset + nbytes])
+    return ((files[file].descriptor, begin, end) for file, begin, end in spans)
 
 
 @dataclass
