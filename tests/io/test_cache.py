@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from transload.io import cache
-from transload.io.cache import ReadAhead, ask_for, cached_fraction, is_slow
+from transload.io.cache import Following, ReadAhead, ask_for, cached_fraction, is_slow
 
 HAS_NOWAIT = hasattr(os, "RWF_NOWAIT")
 
@@ -164,3 +164,29 @@ def test_bytes_are_asked_for_in_order_and_no_further_than_the_window(monkeypatch
 
 def test_a_refused_hint_does_no_harm() -> None:
     ask_for(-1, 0, 10)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
+def test_reads_that_follow_one_another_ask_for_more_and_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, count, __: asked.append((at, at + count)))
+    following, piece, size = Following(5, 1 << 30), 1 << 20, 1 << 30
+    reach = 0
+    for index in (0, 1, 3, 2, *range(4, 1024)):  # two threads take turns
+        begin = index * piece
+        following.read(begin, begin + piece)
+        before, reach = reach, max(end for _, end in asked)
+        assert min(begin + piece, size) <= reach <= min(size, begin + 2 * piece + (64 << 20))
+        assert reach >= before
+    assert asked == sorted(asked)  # and nothing was asked for twice
+    assert sum(end - begin for begin, end in asked) == size == reach
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
+def test_reads_here_and_there_ask_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, count, __: asked.append((at, at + count)))
+    following = Following(5, 1 << 30)
+    for begin in (700 << 20, 3 << 20, 90 << 20):
+        following.read(begin, begin + 1000)
+    assert asked == [(begin << 20, (begin << 20) + 1000) for begin in (700, 3, 90)]

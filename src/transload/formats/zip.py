@@ -446,7 +446,7 @@ def _read_locals(
         raw = source.read_all([(entry.header, 30 + len(entry.raw_name) + 64) for entry in unknown])
         fetched = dict(zip((entry.header for entry in unknown), raw, strict=True))
     elif source.slow and not inferred:
-        source.prepare([(entry.header, 30 + len(entry.raw_name)) for entry in entries])
+        source.prepare([(entry.header, max(30 + len(entry.raw_name), _WINDOW)) for entry in entries])
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
     records: dict[str, Record] = {}
     spans: list[tuple[int, int, str]] = []

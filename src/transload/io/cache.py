@@ -21,6 +21,8 @@ _SLOW_UNKNOWN = 1e-4
 _PROBES = 2
 _ASKED = 128 << 10
 """Bytes to ask for at once: Linux reads no more at a time of what a program will need, unless told otherwise."""
+_NEAR = 8 << 20
+"""Bytes from one read to the next if threads take turns."""
 _WINDOW = 64 << 20
 """Bytes asked for ahead: what a file system 60 ms away can send meanwhile at 1 GB/s."""
 
@@ -82,30 +84,32 @@ def is_slow(descriptor: int, begin: int, end: int) -> bool:
     return False
 
 
-def ask_for(descriptor: int, offset: int, count: int) -> None:
-    """Ask the system for bytes that will be read. It is only a hint."""
+def ask_for(descriptor: int, begin: int, end: int) -> None:
+    """Ask the system for bytes that will be read, so that it waits for many reads at once. It is only a hint."""
     with suppress(OSError):
-        os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_WILLNEED)
+        for _, at, count in _pieces([(descriptor, begin, end)]):
+            os.posix_fadvise(descriptor, at, count, os.POSIX_FADV_WILLNEED)
+
+
+def _pieces(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Descriptors, each with where a range begins and ends, as ranges that are asked for at once, with their length."""
+    for descriptor, begin, end in spans:
+        for at in range(begin, end, _ASKED):
+            yield descriptor, at, min(_ASKED, end - at)
 
 
 class ReadAhead:
-    """Asks the system for what will be read, in file order, so that it waits for many reads at once.
+    """Asks the system for what will be read, in file order.
 
     A spinning disk then need not seek, and a network's latency counts once for the whole window.
     """
 
     def __init__(self, spans: Iterable[tuple[int, int, int]]) -> None:
         """``spans`` are what is read: descriptors, each with where a range begins and ends."""
-        self._pieces = self._split(spans)
+        self._pieces = _pieces(spans)
         self._asked = 0
         self.done = False
         """Whether everything has been asked for."""
-
-    @staticmethod
-    def _split(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        for descriptor, begin, end in spans:
-            for at in range(begin, end, _ASKED):
-                yield descriptor, at, min(_ASKED, end - at)
 
     def ask(self, read: int) -> None:
         """Ask for the window that follows the first ``read`` bytes."""
@@ -114,8 +118,26 @@ class ReadAhead:
             if piece is None:
                 self.done = True
                 return
-            ask_for(*piece)
-            self._asked += piece[2]
+            descriptor, at, count = piece
+            ask_for(descriptor, at, at + count)
+            self._asked += count
+
+
+class Following:
+    """Asks the system for what follows, if reads of a file follow one another; several threads may take turns."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self._descriptor, self._size = descriptor, size
+        self._end = self._asked = 0  # where the last read ended, and up to where bytes have been asked for
+        self._step = 0
+
+    def read(self, begin: int, end: int) -> None:
+        """Ask for bytes that are read now, and for more after them with each read that follows another."""
+        follows = self._end - _NEAR <= begin <= self._asked + _NEAR
+        self._step = min(max(2 * self._step, _ASKED), _WINDOW) if follows else 0
+        first = self._asked if follows else begin
+        self._end, self._asked = end, max(first, min(end + self._step, self._size))
+        ask_for(self._descriptor, first, self._asked)
 
 
 def is_in_memory(descriptor: int) -> bool:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # a file that can be read needs no errors
     from typing import TypeGuard
 
     from transload.errors import CannotReadError
+    from transload.io.cache import Following
 
 _PIECE = 1 << 20
 _LARGE = 16 << 20  # a smaller file has too few records to ask whether reading them is slow
@@ -156,6 +157,7 @@ class FileSource(Source):
         self.stamp = _stamp(status)
         self._claims: list[Claim] = []
         self._slow: bool | None = None
+        self._following: Following | None = None
 
     @property
     def slow(self) -> bool:  # type: ignore[override]
@@ -175,7 +177,17 @@ class FileSource(Source):
         from transload.io.cache import ask_for
 
         for offset, count in ranges if self.slow else ():
-            ask_for(self.descriptor, offset, count)
+            ask_for(self.descriptor, offset, offset + count)
+
+    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
+        """Fill a writable buffer from ``offset`` on; with ``ahead``, ask for what follows if the file is ``slow``."""
+        if ahead and self.slow:
+            if self._following is None:
+                from transload.io.cache import Following
+
+                self._following = Following(self.descriptor, self.size)
+            self._following.read(offset, offset + len(buffer))
+        return super().readinto(offset, buffer)
 
     def expect(self, claims: Sequence[Claim]) -> None:
         """Keep claims about bytes for ``check_claims``."""

@@ -307,7 +307,7 @@ def fill(
         read_ranges([*numbers], requests, address_of, settings, report_progress, checksums)
         return
     addresses: dict[int, int] = {}
-    lane = HostLane([File(source) for source in numbers], addresses, checksums)
+    lane = HostLane([File(source, ahead=True) for source in numbers], addresses, checksums)
     for job in jobs(requests, gap=max([source.gap for source in numbers], default=0)):
         for _, index, _, _ in job.runs:
             if index not in addresses:

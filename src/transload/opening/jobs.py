@@ -145,14 +145,18 @@ class ShortReadError(Exception):
 
 
 class File:
-    """A source to read from; after ``go_direct``, through a second descriptor that bypasses the page cache."""
+    """A source to read from; after ``go_direct``, through a second descriptor that bypasses the page cache.
+
+    ``ahead`` is as for ``Source.readinto``: false if threads read all that is needed at the same time.
+    """
 
     direct = False
     """Whether reads bypass the page cache."""
     _direct_descriptor = -1
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, *, ahead: bool = False) -> None:
         self._source = source
+        self._ahead = ahead
         self.far = source.far
 
     @property
@@ -183,7 +187,7 @@ class File:
 
     def read(self, run: Run, address: int) -> None:
         """Read a run to an address; ``ShortReadError`` if the file ends before."""
-        received = self._source.readinto(run.offset, memory_at(address, run.nbytes), ahead=False)
+        received = self._source.readinto(run.offset, memory_at(address, run.nbytes), ahead=self._ahead)
         if received < run.nbytes:
             raise self.ended([run], run.offset + received)
 
@@ -202,7 +206,7 @@ class File:
                         break
             if position >= job.end:
                 return start
-        received = self._source.readinto(begin, memory_at(start + begin, length), ahead=False)
+        received = self._source.readinto(begin, memory_at(start + begin, length), ahead=self._ahead)
         if received < length:
             raise self.ended(job.runs, begin + received)
         return start
