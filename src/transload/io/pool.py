@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
@@ -25,21 +25,38 @@ _Task = TypeVar("_Task")
 
 
 def cores(root: str = "") -> int:
-    """The cores this process may use: its CPU affinity, limited by the CPU quota of its container."""
+    """The cores this process may use: its CPU affinity, limited by the CPU quotas of its control groups."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    limit = _words(f"{root}{_GROUP}/cpu.max")
-    if len(limit) != 2:
-        limit = _words(f"{root}{_GROUP}/cpu/cpu.cfs_quota_us") + _words(f"{root}{_GROUP}/cpu/cpu.cfs_period_us")
-    if len(limit) == 2 and all(word.isdigit() for word in limit) and int(limit[1]):  # not "max", or -1
-        bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # quota divided by period, rounded up
+    for folder in _groups(root):
+        limit = _words(f"{folder}/cpu.max") or _words(f"{folder}/cpu.cfs_quota_us") + _words(
+            f"{folder}/cpu.cfs_period_us"
+        )
+        if len(limit) == 2 and all(word.isdigit() for word in limit) and int(limit[1]):  # not "max", or -1
+            bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # quota divided by period, rounded up
     return max(1, bound)
+
+
+def _groups(root: str) -> Iterator[str]:
+    """The folders of the process's control groups, and of those around them, in both versions of Linux's interface.
+
+    In a container its own group is usually the root; otherwise the quota may be that of a service or a batch job.
+    """
+    yield from (f"{root}{_GROUP}", f"{root}{_GROUP}/cpu")
+    for line in _words(f"{root}/proc/self/cgroup"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" or "cpu" in controllers.split(","):
+            folder = f"{root}{_GROUP}" if number == "0" else f"{root}{_GROUP}/cpu"
+            for name in path.split("/")[1:]:
+                folder = f"{folder}/{name}"
+                yield folder
 
 
 def _words(path: str) -> list[str]:
     try:
-        with open(path, encoding="ascii") as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().split()
-    except (OSError, ValueError):
+    except OSError:
         return []
 
 
