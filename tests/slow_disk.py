@@ -40,6 +40,10 @@ _READ_ONLY, _KEEP_CACHE, _DETACH = 1, 2, 2
 _MAY_LAG = 0.005  # seconds by which a disk may be late, since this is Python, and make up for it
 
 
+class CannotMountError(Exception):
+    """This process may not mount file systems."""
+
+
 class Kind(NamedTuple):
     """How a file system makes readers wait."""
 
@@ -67,14 +71,14 @@ def mounted(folder: str | os.PathLike[str], kind: Kind) -> Iterator[tuple[Path, 
             counted: dict[str, int] = {}
 
             def end() -> dict[str, int]:
-                if not counted:
+                if not counted and process.poll() is None:
                     counted.update(json.loads(process.communicate(timeout=20)[0]))
                 return counted
 
             try:
                 assert process.stdout is not None
                 if process.stdout.readline() != "ready\n":
-                    raise OSError("it could not be mounted")
+                    raise CannotMountError
                 yield Path(target), end
             finally:
                 with suppress(ValueError):

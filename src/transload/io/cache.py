@@ -86,6 +86,8 @@ def is_slow(descriptor: int, begin: int, end: int) -> bool:
 
 def ask_for(descriptor: int, begin: int, end: int) -> None:
     """Ask the system for bytes that will be read, so that it waits for many reads at once. It is only a hint."""
+    if not hasattr(os, "posix_fadvise"):
+        return
     with suppress(OSError):
         for _, at, count in _pieces([(descriptor, begin, end)]):
             os.posix_fadvise(descriptor, at, count, os.POSIX_FADV_WILLNEED)
