@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from zlib import crc32
 
-TLS = Path(__file__).parent / "data" / "tls"
+TLS = Path(__file__).parent / "tls"
 """Certificates for tests, with their keys: ``here.pem`` for this machine, ``elsewhere.pem`` for another, and one that
 has expired; all signed by ``ca.pem``, whose key was thrown away."""
 _PIECE = 1 << 18
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
 class FileServer(ThreadingHTTPServer):
     """Files by name. ``log`` has the path and headers of each request, ``sent`` counts the bytes of bodies.
 
-    With a ``certificate``, the name of a file in ``tests/data/tls``, it speaks HTTPS.
+    With a ``certificate``, the name of a file in ``tests/tls``, it speaks HTTPS.
     """
 
     request_queue_size = 128

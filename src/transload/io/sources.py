@@ -162,11 +162,13 @@ class FileSource(Source):
     @property
     def slow(self) -> bool:  # type: ignore[override]
         """Whether bytes that are not cached take long to come; of a small file, this is not measured."""
-        if self._slow is None:
+        if self._slow is None and self.size < _LARGE:
+            self._slow = False
+        elif self._slow is None:
             from transload.io.cache import is_slow
 
-            self._slow = self.size >= _LARGE and is_slow(self.descriptor, 0, self.size)
-        return self._slow
+            self._slow = is_slow(self.descriptor, 0, self.size)
+        return bool(self._slow)
 
     def holds(self, offset: int, count: int) -> bool:  # noqa: ARG002
         """Whether bytes can be read without waiting."""
