@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from transload.io import cache
-from transload.io.cache import Following, ReadAhead, ask_for, cached_fraction, is_slow
+from transload.io.cache import Following, ReadAhead, ask_for, cached_fraction, pace
 
 HAS_NOWAIT = hasattr(os, "RWF_NOWAIT")
 
@@ -126,22 +126,25 @@ class Clock:
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
 @pytest.mark.parametrize(
-    ("known", "waits", "slow"),
+    ("known", "waits", "expected"),
     [
-        (False, [0.008, 0.005], True),
-        (False, [0.008, 0.0002], False),  # the first was late for another reason
-        (False, [0.0002], False),
-        (None, [0.0005, 0.0005], True),  # a network
-        (None, [0.00001], False),  # it was cached
-        (True, [], False),
+        (False, [0.008, 0.005, 0.004, 0.0007, 0.0007, 0.0007, 0.0007, 0.0007], "seeking"),
+        (False, [0.008, 0.005, 0.004, 0.0007, 0.0007, 0.0007, 0.02, 0.0007], "seeking"),  # one was late
+        (False, [0.008, 0.0002], "quick"),  # the first was late for another reason
+        (False, [0.0002], "quick"),
+        (None, [0.0005, 0.0005, 0.0005, 0.0005, 0.0004, 0.0004, 0.0004, 0.0004], "waiting"),
+        (None, [0.02, 0.02, 0.02, 0.02, 0.0, 0.02, 0.0, 0.02], "waiting"),  # two are always on the way
+        (None, [0.05, 0.05, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001], "seeking"),  # it streams
+        (None, [0.00001], "quick"),  # it was cached
+        (True, [], "quick"),
     ],
-    ids=["spinning", "busy", "solid-state", "network", "network, cached", "cached"],
+    ids=["disk", "busy disk", "busy", "solid-state", "network", "far network", "stream", "network, cached", "cached"],
 )
-def test_disk_is_slow_if_two_reads_take_long(
-    known: bool | None, waits: list[float], slow: bool, file: int, monkeypatch: pytest.MonkeyPatch
+def test_pace_is_measured_by_reads_here_and_there_and_some_that_follow_one_another(
+    known: bool | None, waits: list[float], expected: str, file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch, waits, known)
-    assert is_slow(file, 0, 1 << 30) is slow
+    assert pace(file, 0, 1 << 30) == expected
     assert clock.left == []
     monkeypatch.undo()
     os.close(file)

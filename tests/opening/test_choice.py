@@ -30,11 +30,18 @@ TABLE = {
     "mostly cold": (Facts(GB, 0, 16, 0.3), DEFAULT, Choice(16, direct=True)),
     "half warm": (Facts(GB, 0, 2, 0.5), DEFAULT, Choice(2)),
     "cache state unknown": (Facts(GB, 0, 2, None), DEFAULT, Choice(2)),
-    "cold and slow": (Facts(GB, 0, 2, 0.0, slow=True), DEFAULT, Choice(2, ahead=True)),
-    "partly cached and slow": (Facts(GB, 0, 2, 0.7, slow=True), DEFAULT, Choice(2, ahead=True)),
-    "slow, cache state unknown": (Facts(GB, 0, 1, None, slow=True), DEFAULT, Choice(1, ahead=True)),
-    "slow, but told to read directly": (Facts(GB, 0, 2, 0.0, slow=True), Settings(direct=True), Choice(8, direct=True)),
-    "slow, to a device": (Facts(0, GB, 16, 0.0, slow=True), DEFAULT, Choice(12, ring=True, ahead=True)),
+    "cold and slow": (Facts(GB, 0, 2, 0.0, pace="waiting"), DEFAULT, Choice(2, ahead=True)),
+    "cold and spinning": (Facts(GB, 0, 2, 0.0, pace="seeking"), DEFAULT, Choice(1)),
+    "cold and spinning, with threads": (Facts(GB, 0, 2, 0.0, pace="seeking"), Settings(threads=3), Choice(3)),
+    "spinning, to a device": (Facts(0, GB, 16, 0.0, pace="seeking"), DEFAULT, Choice(1, ring=True)),
+    "partly cached and slow": (Facts(GB, 0, 2, 0.7, pace="waiting"), DEFAULT, Choice(2, ahead=True)),
+    "slow, cache state unknown": (Facts(GB, 0, 1, None, pace="waiting"), DEFAULT, Choice(1, ahead=True)),
+    "slow, but told to read directly": (
+        Facts(GB, 0, 2, 0.0, pace="waiting"),
+        Settings(direct=True),
+        Choice(8, direct=True),
+    ),
+    "slow, to a device": (Facts(0, GB, 16, 0.0, pace="waiting"), DEFAULT, Choice(12, ring=True, ahead=True)),
     "tiny and cold": (Facts(1000, 0, 2, 0.0), DEFAULT, Choice(1)),
     "not on disk and cold": (Facts(GB, 0, 2, 0.0, on_disk=False, streams=1), DEFAULT, Choice(1)),
     # to a device
@@ -95,7 +102,8 @@ def test_choice_for_each_case(facts: Facts, settings: Settings, expected: Choice
         (Facts(1000, 0, 2, None), "1 thread"),
         (Facts(GB, 0, 4, 1.0, huge=True), "4 threads, from the page cache, huge pages"),
         (Facts(GB, 0, 4, 0.7), "4 threads, 70 % cached"),
-        (Facts(GB, 0, 4, 0.1, slow=True), "4 threads, asked for ahead, 10 % cached"),
+        (Facts(GB, 0, 4, 0.1, pace="waiting"), "4 threads, asked for ahead, 10 % cached"),
+        (Facts(GB, 0, 4, 0.1, pace="seeking"), "1 thread, in order, 10 % cached"),
         (Facts(0, GB, 2, 0.0), "8 threads, pinned 64 MiB, past the page cache, which holds 0 % of it"),
         (
             Facts(0, GB, 2, 1.0, mappable=True),
@@ -103,7 +111,7 @@ def test_choice_for_each_case(facts: Facts, settings: Settings, expected: Choice
         ),
         (Facts(0, GB, 1, 1.0, mappable=True), "1 thread, the device fetches from the page cache"),
     ],
-    ids=["tiny", "warm", "partly cached", "slow", "cold", "partly mapped", "all mapped"],
+    ids=["tiny", "warm", "partly cached", "waiting", "seeking", "cold", "partly mapped", "all mapped"],
 )
 def test_choice_explains_why(facts: Facts, why: str) -> None:
     assert choose(facts).why == why

@@ -191,8 +191,8 @@ def read_index(source: Source, *, headers: bool = False, loading: bool = False) 
     """Read the central directory and every local header, and compare them. Never raises for bad content.
 
     Of a ``far`` source, local headers are read only with ``headers``: where records are follows from the directory,
-    and each header is compared when its record is read. So it is with a ``slow`` source for a program that is
-    ``loading`` it, and calls ``check_claims`` in the end.
+    and each header is compared when its record is read. So it is with a source that is not quick, for a program that is
+    ``loading`` it and calls ``check_claims`` in the end.
     """
     problems = Problems()
     try:
@@ -203,7 +203,7 @@ def read_index(source: Source, *, headers: bool = False, loading: bool = False) 
         return ZipIndex("", {}, tuple(problems), ok=False)
     check_names(entries, problems)
     root = find_root(entries, problems)
-    late = not headers and (source.far or (loading and source.slow))
+    late = not headers and (source.far or (loading and source.pace != "quick"))
     inferred = _infer_offsets(source, entries, start) if late else {}
     records = _read_locals(source, entries, start, "" if root is None else f"{root}/", problems, inferred)
     if not any(entry.crc32 for entry in entries) and any(entry.size for entry in entries):
@@ -445,7 +445,7 @@ def _read_locals(
         unknown = [entry for entry in unknown if not source.holds(entry.header, 30 + len(entry.raw_name))]
         raw = source.read_all([(entry.header, 30 + len(entry.raw_name) + 64) for entry in unknown])
         fetched = dict(zip((entry.header for entry in unknown), raw, strict=True))
-    elif source.slow and not inferred:
+    elif source.pace != "quick" and not inferred:
         source.prepare([(entry.header, max(30 + len(entry.raw_name), _WINDOW)) for entry in entries])
     wide = data_end if data_end < len(entries) * _NARROW else 0  # bytes left to read in wide windows: all of them once
     records: dict[str, Record] = {}

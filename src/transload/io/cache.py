@@ -6,6 +6,12 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from time import perf_counter
+from typing import Literal
+
+Pace = Literal["quick", "seeking", "waiting"]
+"""``seeking`` if only the first byte of a read takes long, unless it follows another: from a spinning disk, or from a
+file system that streams a file from elsewhere, and begins again when it is read in another order. ``waiting`` if each
+read takes long, whatever its order: over a network."""
 
 WARM = 0.95
 """The fraction from which a file counts as cached."""
@@ -19,6 +25,7 @@ _SLOW = 1e-3
 _SLOW_UNKNOWN = 1e-4
 """The same for a byte that may be cached; a network takes 0.2 to 100 ms."""
 _PROBES = 2
+_FOLLOWING = 6
 _ASKED = 128 << 10
 """Bytes to ask for at once: Linux reads no more at a time of what a program will need, unless told otherwise."""
 _NEAR = 8 << 20
@@ -61,27 +68,34 @@ def _is_cached(descriptor: int, position: int) -> bool | None:
         return None
 
 
-def is_slow(descriptor: int, begin: int, end: int) -> bool:
-    """Whether reads of bytes that are not cached begin with a long wait, as on a spinning disk or over a network.
+def pace(descriptor: int, begin: int, end: int) -> Pace:
+    """How bytes of a range that are not cached come.
 
-    Two such reads are timed, since other work on the machine may delay one.
+    Two reads here and there are timed, since other work on the machine may delay one; then some that follow each other.
     """
     if not hasattr(os, "posix_fadvise"):  # nothing can be asked for ahead
-        return False
-    waits = 0
+        return "quick"
+    waits: list[float] = []
     for position in _positions(begin, end, _SAMPLES):  # ``cached_fraction`` may ask for others later
         known = _is_cached(descriptor, position)
         if known:
             continue
-        start = perf_counter()
-        with suppress(OSError, OverflowError):  # whoever needs these bytes gets the error
-            os.pread(descriptor, 1, position)
-        if perf_counter() - start < (_SLOW_UNKNOWN if known is None else _SLOW):
-            return False
-        waits += 1
-        if waits == _PROBES:
-            return True
-    return False
+        waits.append(_seconds(descriptor, position, 1))
+        if waits[-1] < (_SLOW_UNKNOWN if known is None else _SLOW):
+            return "quick"
+        if len(waits) == _PROBES:
+            times = [_seconds(descriptor, position + index * _ASKED, _ASKED) for index in range(_FOLLOWING)]
+            # The first ones start the readahead. Of the others, every second may be there already.
+            return "waiting" if sorted(times[2:])[-2] > min(waits) / 4 else "seeking"
+    return "quick"
+
+
+def _seconds(descriptor: int, position: int, count: int) -> float:
+    """How long a read takes."""
+    start = perf_counter()
+    with suppress(OSError, OverflowError):  # whoever needs these bytes gets the error
+        os.pread(descriptor, count, position)
+    return perf_counter() - start
 
 
 def ask_for(descriptor: int, begin: int, end: int) -> None:
@@ -101,10 +115,7 @@ def _pieces(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, i
 
 
 class ReadAhead:
-    """Asks the system for what will be read, in file order.
-
-    A spinning disk then need not seek, and a network's latency counts once for the whole window.
-    """
+    """Asks the system for what will be read, in file order: a latency then counts once for the whole window."""
 
     def __init__(self, spans: Iterable[tuple[int, int, int]]) -> None:
         """``spans`` are what is read: descriptors, each with where a range begins and ends."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a file that can be read needs no errors
     from typing import TypeGuard
 
     from transload.errors import CannotReadError
-    from transload.io.cache import Following
+    from transload.io.cache import Following, Pace
 
 _PIECE = 1 << 20
 _LARGE = 16 << 20  # a smaller file has too few records to ask whether reading them is slow
@@ -48,9 +48,9 @@ class Source:
     """What a write to it changes; empty if that is not known."""
     far: bool = False
     """Whether each read waits for a network: what can be worked out is not read, and reads are asked for together."""
-    slow: bool = False
-    """Whether it is a file whose first bytes take long to come, as on a spinning disk: a load does the same as for a
-    ``far`` source, and checks the claims in the end."""
+    pace: Pace = "quick"
+    """How bytes come that are not cached. Unless they are quick, a load works out what it can, as for a ``far`` source,
+    and checks the claims in the end."""
 
     def read(self, offset: int, count: int) -> bytes:
         """Up to ``count`` bytes from ``offset`` on."""
@@ -90,10 +90,10 @@ class Source:
         """Read small ranges that will be needed, at the same time, and keep them, if the source is ``far``."""
         return
 
-    def expect(self, claims: Sequence[Claim]) -> None:  # noqa: ARG002 - far and slow sources need them
+    def expect(self, claims: Sequence[Claim]) -> None:  # noqa: ARG002 - others need them
         """Check claims about bytes when bytes next to them are read, and raise ``BrokenFileError`` if one is wrong.
 
-        Only a ``far`` source does. A ``slow`` one keeps them for ``check_claims``; elsewhere, there are none.
+        Only a ``far`` source does. A file that is not quick keeps them for ``check_claims``; elsewhere, there are none.
         """
         return
 
@@ -156,34 +156,34 @@ class FileSource(Source):
         self.size = status.st_size
         self.stamp = _stamp(status)
         self._claims: list[Claim] = []
-        self._slow: bool | None = None
+        self._pace: Pace | None = None
         self._following: Following | None = None
 
     @property
-    def slow(self) -> bool:  # type: ignore[override]
-        """Whether bytes that are not cached take long to come; of a small file, this is not measured."""
-        if self._slow is None and self.size < _LARGE:
-            self._slow = False
-        elif self._slow is None:
-            from transload.io.cache import is_slow
+    def pace(self) -> Pace:  # type: ignore[override]
+        """How bytes come that are not cached; of a small file, this is not measured."""
+        if self._pace is None:
+            self._pace = "quick"
+            if self.size >= _LARGE:
+                from transload.io.cache import pace
 
-            self._slow = is_slow(self.descriptor, 0, self.size)
-        return bool(self._slow)
+                self._pace = pace(self.descriptor, 0, self.size)
+        return self._pace
 
     def holds(self, offset: int, count: int) -> bool:  # noqa: ARG002
         """Whether bytes can be read without waiting."""
-        return not self.slow
+        return self.pace == "quick"
 
     def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Ask the system for small ranges that will be needed, if it is ``slow``."""
+        """Ask the system for small ranges that will be needed, unless they come at once."""
         from transload.io.cache import ask_for
 
-        for offset, count in ranges if self.slow else ():
+        for offset, count in ranges if self.pace != "quick" else ():
             ask_for(self.descriptor, offset, offset + count)
 
     def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
-        """Fill a writable buffer from ``offset`` on; with ``ahead``, ask for what follows if the file is ``slow``."""
-        if ahead and self.slow:
+        """Fill a writable buffer from ``offset`` on; with ``ahead``, ask for what follows, if each read waits."""
+        if ahead and self.pace == "waiting":
             if self._following is None:
                 from transload.io.cache import Following
 

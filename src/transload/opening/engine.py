@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from transload.errors import CannotReadError
 from transload.frozen import Frozen, NamedTuple
-from transload.io.cache import WARM, ReadAhead, cached_fraction
+from transload.io.cache import WARM, Pace, ReadAhead, cached_fraction
 from transload.io.cuda_driver import CudaDriver, DriverError, event_now
 from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
 from transload.io.sources import FileSource, Source, is_url
@@ -84,8 +84,8 @@ class Facts(NamedTuple):
     """Whether all sources are files with a descriptor, which can be read past the page cache."""
     mappable: bool = False
     """Whether the devices can copy from the page cache."""
-    slow: bool = False
-    """Whether bytes that are not cached take long to come, as from a spinning disk or over a network."""
+    pace: Pace = "quick"
+    """How bytes come that are not cached."""
     huge: bool = False
     """Whether huge pages are available."""
     streams: int = 64
@@ -123,16 +123,18 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     nbytes = facts.host + facts.cuda
     cold = facts.cached is not None and facts.cached < _COLD
     warm = facts.cached is not None and facts.cached >= WARM
-    usual = cold and nbytes >= FEW_BYTES and not facts.slow
+    slow = facts.on_disk and not warm and facts.pace != "quick"
+    usual = cold and nbytes >= FEW_BYTES and not slow
     direct = facts.on_disk and (usual if settings.direct is None else settings.direct)
-    ahead = facts.slow and facts.on_disk and not warm and not direct
+    ahead = slow and not direct and facts.pace == "waiting"
+    in_order = slow and not direct and facts.pace == "seeking" and settings.threads is None
     few = facts.cores <= _FEW_CORES and settings.threads is None and settings.pinned is None
     mapped = facts.mappable and warm and few and facts.cuda >= FEW_BYTES and not direct
     lanes = 1
     if facts.streams > 1 and (settings.threads is not None or nbytes >= FEW_BYTES or facts.far > 1):
         most = min(facts.streams, MOST_RING if facts.cuda else _MOST_HOST)
         lanes = min(most, max(facts.cores, _MOST_DIRECT if direct else 1, facts.far))
-        lanes = lanes if settings.threads is None else settings.threads
+        lanes = 1 if in_order else lanes if settings.threads is None else settings.threads
         if facts.cuda and settings.pinned is not None:
             lanes = min(lanes, settings.pinned // SLOT_PAIR)
         lanes = max(1, min(lanes, max(facts.far, -(-nbytes // CELL))))  # no more than there are cells
@@ -149,6 +151,8 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         why.append("past the page cache")
     elif ahead:
         why.append("asked for ahead")
+    elif in_order:
+        why.append("in order")
     elif warm:
         why.append("from the page cache")
     if facts.cached is not None and not warm:
@@ -177,7 +181,7 @@ def _facts_of(source: Source, begin: int, end: int) -> dict[str, Any]:
     """What is known of a range of a file: how much of it is cached, and how long the rest takes to come."""
     descriptor = getattr(source, "descriptor", -1)
     cached = cached_fraction(descriptor, begin, end)
-    return {"cached": cached, "slow": (cached is None or cached < WARM) and source.slow}
+    return {"cached": cached, "pace": "quick" if cached is not None and cached >= WARM else source.pace}
 
 
 # -- threads

@@ -89,7 +89,7 @@ class Prefetch:
                 sources += map(FileSource, _files(self.path))
                 sources = [source for source in sources if not _is_ready(source)]
                 _running[self] = {_identity(source.descriptor) for source in sources}
-                self._read(_pieces(sources), _NETWORK_THREADS if any(map(_is_elsewhere, sources)) else _THREADS)
+                self._read(_pieces(sources), _NETWORK_THREADS if any(map(_waits, sources)) else _THREADS)
         finally:
             del _running[self]
             for source in sources:
@@ -153,16 +153,16 @@ def _is_ready(source: FileSource) -> bool:
     return is_in_memory(source.descriptor) if cached is None else cached >= WARM
 
 
-def _is_elsewhere(source: FileSource) -> bool:
-    """Whether a file is in a file system that is reached over a network."""
-    return source.slow and cached_fraction(source.descriptor, 0, source.size) is None
+def _waits(source: FileSource) -> bool:
+    """Whether each read waits, so that many at once are faster."""
+    return source.pace == "waiting"
 
 
 def _pieces(sources: list[FileSource]) -> Iterator[tuple[FileSource, int, int]]:
     """What to read, in order, as ranges of files."""
     left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     for source in sources:
-        piece = min(_PIECE, max(_LEAST, source.size // _NETWORK_THREADS)) if _is_elsewhere(source) else _PIECE
+        piece = min(_PIECE, max(_LEAST, source.size // _NETWORK_THREADS)) if _waits(source) else _PIECE
         for begin in range(0, source.size, piece):
             end = min(begin + piece, source.size)
             left -= end - begin
