@@ -6,6 +6,7 @@ import os
 import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
 from transload.frozen import NamedTuple
@@ -135,6 +136,7 @@ class FileSource(Source):
     """
 
     descriptor = -1
+    _hints = -1
     streams = 64  # as many as there are threads
 
     def __init__(self, path: str | os.PathLike[str], opened: int = -1) -> None:
@@ -170,6 +172,18 @@ class FileSource(Source):
                 self._pace = pace(self.descriptor, 0, self.size)
         return self._pace
 
+    @property
+    def hints(self) -> int:
+        """A second descriptor, to ask for bytes.
+
+        Linux takes what is asked for through a descriptor that has read in order for its own guess, and drops it while
+        a network file system is busy.
+        """
+        if self._hints < 0 <= self.descriptor:
+            with suppress(OSError):  # no /proc
+                self._hints = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY)
+        return self.descriptor if self._hints < 0 else self._hints
+
     def holds(self, offset: int, count: int) -> bool:  # noqa: ARG002
         """Whether bytes can be read without waiting."""
         return self.pace == "quick"
@@ -179,7 +193,7 @@ class FileSource(Source):
         from transload.io.cache import ask_for
 
         for offset, count in ranges if self.pace != "quick" else ():
-            ask_for(self.descriptor, offset, offset + count)
+            ask_for(self.hints, offset, offset + count)
 
     def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
         """Fill a writable buffer from ``offset`` on; with ``ahead``, ask for what follows, if each read waits."""
@@ -187,7 +201,7 @@ class FileSource(Source):
             if self._following is None:
                 from transload.io.cache import Following
 
-                self._following = Following(self.descriptor, self.size)
+                self._following = Following(self.hints, self.size)
             self._following.read(offset, offset + len(buffer))
         return super().readinto(offset, buffer)
 
@@ -231,7 +245,10 @@ class FileSource(Source):
     _close = staticmethod(os.close)  # at interpreter shutdown, the names of this module may be gone
 
     def close(self) -> None:
-        """Close the descriptor. May be called twice."""
+        """Close the descriptors. May be called twice."""
+        if self._hints >= 0:
+            self._close(self._hints)
+            self._hints = -1
         if self.descriptor >= 0:
             if self._is_ours:
                 self._close(self.descriptor)

@@ -306,7 +306,7 @@ def read_ranges(
             mappable = driver is not None and all(map(driver.can_pin_read_only, numbers))
             facts = facts._replace(mappable=mappable)
     choice = choose(facts, settings)
-    ahead = ReadAhead(_spans(files, requests)) if choice.ahead else None
+    ahead = ReadAhead(_spans(sources, requests)) if choice.ahead else None
     gap = max((source.gap for source in sources), default=0)
     transfer = Transfer(files, requests, address_of, checksums, gap, choice.huge)
     try:
@@ -322,7 +322,7 @@ def read_ranges(
     return choice
 
 
-def _spans(files: Sequence[File], requests: Sequence[ReadRequest]) -> Iterator[tuple[int, int, int]]:
+def _spans(sources: Sequence[Source], requests: Sequence[ReadRequest]) -> Iterator[tuple[int, int, int]]:
     """What is read of each file, in order; what is between two requests may have the headers of records."""
     spans: list[list[int]] = []
     for file, offset, nbytes, _ in sorted(requests):
@@ -330,7 +330,8 @@ def _spans(files: Sequence[File], requests: Sequence[ReadRequest]) -> Iterator[t
             spans[-1][2] = max(spans[-1][2], offset + nbytes)
         else:
             spans.append([file, offset, offset + nbytes])
-    return ((files[file].descriptor, begin, end) for file, begin, end in spans)
+    hints = [source.hints if isinstance(source, FileSource) else -1 for source in sources]
+    return ((hints[file], begin, end) for file, begin, end in spans)
 
 
 @dataclass
