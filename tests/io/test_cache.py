@@ -128,13 +128,13 @@ class Clock:
 @pytest.mark.parametrize(
     ("known", "waits", "expected"),
     [
-        (False, [0.008, 0.005, 0.004, 0.0007, 0.0007, 0.0007, 0.0007, 0.0007], "seeking"),
-        (False, [0.008, 0.005, 0.004, 0.0007, 0.0007, 0.0007, 0.02, 0.0007], "seeking"),  # one was late
+        (False, [0.008, 0.005, 0.004, *[0.0007] * 7], "seeking"),
+        (False, [0.008, 0.005, 0.004, 0.0007, 0.02, 0.0007, 0.02, 0.0007, 0.0007, 0.02], "seeking"),  # some were late
         (False, [0.008, 0.0002], "quick"),  # the first was late for another reason
         (False, [0.0002], "quick"),
-        (None, [0.0005, 0.0005, 0.0005, 0.0005, 0.0004, 0.0004, 0.0004, 0.0004], "waiting"),
-        (None, [0.02, 0.02, 0.02, 0.02, 0.0, 0.02, 0.0, 0.02], "waiting"),  # two are always on the way
-        (None, [0.05, 0.05, 0.001, 0.001, 0.001, 0.001, 0.001, 0.001], "seeking"),  # it streams
+        (None, [0.0005, 0.0005, *[0.0004] * 8], "waiting"),
+        (None, [0.02, 0.02, 0.02, 0.02, *[0.0, 0.02] * 3], "waiting"),  # two are always on the way
+        (None, [0.05, 0.05, *[0.001] * 8], "seeking"),  # it streams
         (None, [0.00001], "quick"),  # it was cached
         (True, [], "quick"),
     ],

@@ -223,7 +223,9 @@ class _Tensors:
             out[0, pair.a] = self._compare(pair)
 
         try:
-            self._threads = pool.threads_for(sizes, MOST_THREADS)
+            self._threads = pool.threads_for(
+                sizes, [*self._a.reader.sources(), *self._b.reader.sources()], MOST_THREADS
+            )
             pool.each(pairs, lambda: do, self._threads)
         finally:
             line.end()

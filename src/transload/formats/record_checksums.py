@@ -136,7 +136,7 @@ def checksums(
         return do
 
     shared = sum(place[1] for place in places if place[1] > _TINY)
-    each(_tasks(records, places), worker, threads() if shared >= _ALONE else 1)
+    each(_tasks(records, places), worker, threads() if shared >= _ALONE and source.pace != "seeking" else 1)
     sums.update(combined(parts))
     sums.update({index: why for index, _, why in sorted(lost, reverse=True)})  # the first reason for each
     return dict(sorted(sums.items()))

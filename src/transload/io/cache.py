@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from operator import add
 from time import perf_counter
 from typing import Literal
 
@@ -25,7 +26,7 @@ _SLOW = 1e-3
 _SLOW_UNKNOWN = 1e-4
 """The same for a byte that may be cached; a network takes 0.2 to 100 ms."""
 _PROBES = 2
-_FOLLOWING = 6
+_FOLLOWING = 8
 _ASKED = 128 << 10
 """Bytes to ask for at once: Linux reads no more at a time of what a program will need, unless told otherwise."""
 _NEAR = 8 << 20
@@ -85,8 +86,9 @@ def pace(descriptor: int, begin: int, end: int) -> Pace:
             return "quick"
         if len(waits) == _PROBES:
             times = [_seconds(descriptor, position + index * _ASKED, _ASKED) for index in range(_FOLLOWING)]
-            # The first ones start the readahead. Of the others, every second may be there already.
-            return "waiting" if sorted(times[2:])[-2] > min(waits) / 4 else "seeking"
+            # The first ones start the readahead. Of the others, every second may be there already; and one may be late.
+            quickest = min(map(add, times[2:], times[3:]))
+            return "waiting" if quickest > min(waits) / 2 else "seeking"
     return "quick"
 
 

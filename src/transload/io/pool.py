@@ -12,7 +12,7 @@ from threading import Lock, Thread
 from typing import TextIO, TypeVar
 
 from transload.errors import UsageError
-from transload.io.sources import Progress
+from transload.io.sources import Progress, Source
 
 _GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
@@ -65,9 +65,10 @@ def threads() -> int:
     return min(cores(), _MOST)
 
 
-def threads_for(sizes: Iterable[int], most: int = _MOST) -> int:
-    """How many threads to start here for tensors of these sizes, each of which one thread reads."""
-    return min(most, threads()) if sum(nbytes for nbytes in sizes if nbytes > _TINY) >= _ALONE else 1
+def threads_for(sizes: Iterable[int], sources: Iterable[Source], most: int = _MOST) -> int:
+    """How many threads to start here for tensors of these sizes, each of which one thread reads from its source."""
+    few = sum(nbytes for nbytes in sizes if nbytes > _TINY) < _ALONE
+    return 1 if few or any(source.pace == "seeking" for source in sources) else min(most, threads())
 
 
 class ThreadPool:

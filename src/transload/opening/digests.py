@@ -196,7 +196,8 @@ class TensorSums:
                 hexdigest = digest.hexdigest() if digest else ""
                 entries[place] = entries[place]._replace(sha256=hexdigest, nan=numbers[0], inf=numbers[1])
 
-        pool.each(self._jobs, lambda: do, pool.threads_for(job.tensor.nbytes for job in self._jobs))
+        sizes = (job.tensor.nbytes for job in self._jobs)
+        pool.each(self._jobs, lambda: do, pool.threads_for(sizes, self._reader.sources()))
         return bad
 
 

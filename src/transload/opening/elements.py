@@ -84,6 +84,12 @@ class ElementReader:
         texts = [file for file, part in self.files if part.traits.metadata == "text"]
         return {key: text for file in texts for key, text in header_metadata(self.open_file(file)).items()}
 
+    def sources(self) -> Iterator[Source]:
+        """One of the files that have its bytes, if there is any: the others are probably on the same disk."""
+        for storage in self.checkpoint.storages[:1]:
+            with suppress(TransloadError):  # whoever needs its bytes gets the error
+                yield self.open_file(storage.file)
+
     def storages(self) -> Iterator[Storage]:
         """All storages; one in an item that was opened since the checkpoint was read, as it is there."""
         for storage in self.checkpoint.storages:

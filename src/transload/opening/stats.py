@@ -40,7 +40,7 @@ def statistics(
         return (storage.file, job[1].file_offset or 0) if storage is not None else ("", 0)
 
     lock = Lock()
-    threads = pool.threads_for((tensor.nbytes for _, tensor in jobs), MOST_THREADS)
+    threads = pool.threads_for((tensor.nbytes for _, tensor in jobs), reader.sources(), MOST_THREADS)
 
     def do(job: tuple[int, Tensor]) -> None:
         place, tensor = job
