@@ -171,6 +171,14 @@ def test_load_asks_a_network_for_many_bytes_at_once_and_a_disk_for_one_after_the
 
 
 @can_mount
+def test_a_file_that_was_inspected_before_is_not_taken_for_cached(folder: Path) -> None:
+    with mounted(folder, NETWORK) as (mount, _):
+        for _ in range(3):
+            transload.inspect(mount / "a.pt")
+        assert "asked for ahead" in transload.check(mount / "a.pt").plan.how
+
+
+@can_mount
 def test_inspect_asks_for_all_headers_at_once(folder: Path) -> None:
     with mounted(folder, NETWORK) as (mount, end):
         found = transload.inspect(mount / "a.pt")

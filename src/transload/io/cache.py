@@ -52,8 +52,9 @@ def cached_fraction(descriptor: int, begin: int, end: int) -> float | None:
     return cached / count if count else None
 
 
-def _positions(begin: int, end: int, first: int = 0) -> Iterator[int]:
-    """Some positions of a range, evenly spread."""
+def _positions(begin: int, end: int) -> Iterator[int]:
+    """Some positions of a range, evenly spread; others each time, since those that were asked for before are cached."""
+    first = int.from_bytes(os.urandom(2), "little")
     for index in range(first, first + min(_SAMPLES, 1 + (end - begin) // _PAGE) if end > begin else 0):
         yield begin + int((end - begin) * (index * _GOLDEN % 1))
 
@@ -77,13 +78,18 @@ def pace(descriptor: int, begin: int, end: int) -> Pace:
     if not hasattr(os, "posix_fadvise"):  # nothing can be asked for ahead
         return "quick"
     waits: list[float] = []
-    for position in _positions(begin, end, _SAMPLES):  # ``cached_fraction`` may ask for others later
+    cached = 0
+    for position in _positions(begin, end):
         known = _is_cached(descriptor, position)
         if known:
             continue
-        waits.append(_seconds(descriptor, position, 1))
-        if waits[-1] < (_SLOW_UNKNOWN if known is None else _SLOW):
-            return "quick"
+        wait = _seconds(descriptor, position, 1)
+        if wait < (_SLOW_UNKNOWN if known is None else _SLOW):
+            cached += 1
+            if known is False or cached == _ENOUGH:
+                return "quick"
+            continue
+        waits.append(wait)
         if len(waits) == _PROBES:
             times = [_seconds(descriptor, position + index * _ASKED, _ASKED) for index in range(_FOLLOWING)]
             # The first ones start the readahead. Of the others, every second may be there already; and one may be late.
