@@ -118,7 +118,7 @@ def test_broken_connections_are_replaced(server: FileServer, how: str) -> None:
         broken.append(len(server.log))
         handler.cut = 1000
         if how == "garbage":
-            vars(handler)["hang_up"] = lambda: os.write(handler.connection.fileno(), bytes(1000))
+            vars(handler)["hang_up"] = lambda: socket.socket.send(handler.connection, bytes(1000))
         return False
 
     server.fault = break_some

@@ -22,6 +22,7 @@ _LARGE = 16 << 20  # a smaller file has too few records to ask whether reading t
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
 _LONG_PATH = 190  # Windows allows 260 characters, and names beside a file are longer than its own
 _SEEKING = allocate_lock()
+_OPENING = allocate_lock()
 SourceLike = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO  # what a checkpoint can be read from
 # What the argument ``progress`` takes: ``True`` for a line on the terminal, or a function of bytes done and in all.
 Progress = bool | Callable[[int, int], object] | None
@@ -179,8 +180,8 @@ class FileSource(Source):
         Linux takes what is asked for through a descriptor that has read in order for its own guess, and drops it while
         a network file system is busy.
         """
-        if self._hints < 0 <= self.descriptor:
-            with suppress(OSError):  # no /proc
+        with _OPENING, suppress(OSError):  # no /proc
+            if self._hints < 0 <= self.descriptor:
                 self._hints = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY)
         return self.descriptor if self._hints < 0 else self._hints
 
