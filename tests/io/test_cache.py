@@ -129,7 +129,7 @@ class Clock:
     ("known", "waits", "expected"),
     [
         (False, [0.008, 0.005, 0.004, *[0.0007] * 7], "seeking"),
-        (False, [0.008, 0.005, 0.004, 0.0007, 0.02, 0.0007, 0.02, 0.0007, 0.0007, 0.02], "seeking"),  # some were late
+        (False, [0.008, 0.005, 0.004, 0.0007, 0.02, 0.0007, 0.0007, 0.0007, 0.02, 0.02], "seeking"),  # some were late
         (False, [0.008, 0.0002], "quick"),  # the first was late for another reason
         (False, [0.0002], "quick"),
         (None, [0.0005, 0.0005, *[0.0004] * 8], "waiting"),

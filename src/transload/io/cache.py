@@ -91,10 +91,12 @@ def pace(descriptor: int, begin: int, end: int) -> Pace:
             continue
         waits.append(wait)
         if len(waits) == _PROBES:
-            times = [_seconds(descriptor, position + index * _ASKED, _ASKED) for index in range(_FOLLOWING)]
-            # The first ones start the readahead. Of the others, every second may be there already; and one may be late.
-            quickest = min(map(add, times[2:], times[3:]))
-            return "waiting" if quickest > min(waits) / 2 else "seeking"
+            first = max(begin, min(position, end - 2 * _FOLLOWING * _ASKED))  # the end may be cached
+            times = [_seconds(descriptor, first + index * _ASKED, _ASKED) for index in range(_FOLLOWING)]
+            # The first ones start the readahead. Of the others, every second may be there already, one may be cached,
+            # and some may be late.
+            pairs = sorted(map(add, times[2:], times[3:]))
+            return "waiting" if pairs[1] > min(waits) / 2 else "seeking"
     return "quick"
 
 
