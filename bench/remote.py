@@ -1,9 +1,10 @@
 """Measure what a remote file costs: requests, bytes and time, at several latencies, against other ways to read it.
 
-    python bench/remote.py [--json] [--repeat N] [--tensors N] [--latency MS…]
+    python bench/remote.py [--json] [--repeat N] [--tensors N] [--latency MS…] [--rate MB]
 
 A server on this machine, in a process of its own, answers each request after the latency, and counts requests and
-bytes. Contenders take turns; the median time counts. Peers that are not installed are left out, with a note:
+bytes. Then it gives each connection ``--rate`` MB/s, and the file is four times as large. Contenders take turns; the
+median time counts. Peers that are not installed are left out, with a note:
 `huggingface_hub`, `fsspec[http]` with `torch.load`; `moto[server]` with `obstore`, `s3fs` and run:ai's streamer
 (`runai-model-streamer`, `runai-model-streamer-s3`) for a bucket, whose server has no latency and is slow itself.
 """
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,12 +40,13 @@ Row = dict[str, Any]
 def main() -> int:
     """Write the files, measure, print."""
     if sys.argv[1:2] == ["--serve"]:
-        return serve_files(Path(sys.argv[2]), float(sys.argv[3]))
+        return serve_files(Path(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeat", type=int, default=3, help="turns for each contender (default 3)")
     parser.add_argument("--tensors", type=int, default=100, help="of 2 MiB each (default 100)")
     parser.add_argument("--latency", type=int, nargs="+", default=[0, 20, 100], help="milliseconds (default 0 20 100)")
+    parser.add_argument("--rate", type=float, default=20, help="MB/s of a connection in the last part (default 20)")
     options = parser.parse_args()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as name:
@@ -52,6 +55,9 @@ def main() -> int:
         for latency in options.latency:
             with server(folder, latency / 1000) as url:
                 rows += over_http(url, latency, options.repeat)
+        write_files(folder, 4 * options.tensors)
+        with server(folder, 0.02, options.rate * 1e6) as url:
+            rows += with_slow_connections(url, options.repeat)
         write_files(folder, options.tensors // 4)  # its server copies the file for each request
         rows += over_s3(folder, options.repeat)
     if options.json:
@@ -78,7 +84,7 @@ def write_files(folder: Path, count: int) -> None:
 # -- HTTP
 
 
-def serve_files(folder: Path, latency: float) -> int:
+def serve_files(folder: Path, latency: float, rate: float) -> int:
     """The server: files by name and as the Hub has them, and what was asked for since the last question."""
     from tests.file_server import Handler, serve
 
@@ -97,16 +103,16 @@ def serve_files(folder: Path, latency: float) -> int:
             running.sent = 0
             return True
 
-        running.latency, running.fault = latency, count
+        running.latency, running.rate, running.fault = latency, rate, count
         print(running.url, flush=True)
         sys.stdin.read()
     return 0
 
 
 @contextmanager
-def server(folder: Path, latency: float) -> Iterator[str]:
+def server(folder: Path, latency: float, rate: float = 0.0) -> Iterator[str]:
     """The address of a server in a process of its own."""
-    command = [sys.executable, __file__, "--serve", str(folder), str(latency)]
+    command = [sys.executable, __file__, "--serve", str(folder), str(latency), str(rate)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -158,6 +164,24 @@ def over_http(url: str, latency: int, repeat: int) -> list[Row]:
         return count["requests"], count["bytes"]
 
     return measured(f"HTTP {latency} ms", jobs, repeat, counted)
+
+
+def with_slow_connections(url: str, repeat: int) -> list[Row]:
+    """Loading where each connection gets only so much: with more of them while that is faster, and with 16."""
+    import transload
+    from transload.opening import engine
+
+    def load(most: int) -> object:
+        engine._MOST_FAR, before = most, engine._MOST_FAR  # noqa: SLF001 - what is compared
+        try:
+            return transload.load(f"{url}/a.pt", "cpu")
+        finally:
+            engine._MOST_FAR = before  # noqa: SLF001 - the same
+
+    jobs: list[tuple[str, str, str, Callable[[], object]]] = [
+        ("load .pt", f"transload, {most} connections at most", "", partial(load, most)) for most in (64, 16)
+    ]
+    return measured("slow HTTP", jobs, repeat, None)
 
 
 def measured(

@@ -71,12 +71,15 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.end_headers()
         is_cut = 0 <= self.cut < len(body)
+        begun = time.monotonic()
         left = memoryview(body)[: self.cut if is_cut else len(body)]
         while left:
             with self.server.lock:
                 self.server.sent += len(left[:_PIECE])
             self.wfile.write(left[:_PIECE])
             left = left[_PIECE:]
+            if self.server.rate:
+                time.sleep(max(0.0, begun + (len(body) - len(left)) / self.server.rate - time.monotonic()))
         if is_cut:
             self.hang_up()
 
@@ -112,6 +115,7 @@ class FileServer(ThreadingHTTPServer):
         self.log: list[tuple[str, dict[str, str]]] = []
         self.sent = 0
         self.latency = 0.0
+        self.rate = 0.0  # bytes a second for each connection
         self.ranges = True
         self.fault: Callable[[Handler], bool] | None = None
         self.lock = threading.Lock()

@@ -60,6 +60,15 @@ TABLE = {
     "unknown cache state is not mapped": (Facts(0, GB, 2, None, mappable=True), DEFAULT, Choice(2, ring=True)),
     "cold is not mapped": (Facts(0, GB, 2, 0.1, mappable=True), DEFAULT, Choice(8, ring=True, direct=True)),
     "too little to map": (Facts(GB, 1000, 2, 1.0, mappable=True), DEFAULT, Choice(2, ring=True)),
+    # over a network
+    "a file elsewhere": (Facts(GB, 0, 2, None, False, far=256), DEFAULT, Choice(8, most=64)),
+    "elsewhere, to a device": (Facts(0, GB, 2, None, False, far=256), DEFAULT, Choice(8, ring=True, most=64)),
+    "elsewhere, not so large": (Facts(GB // 4, 0, 2, None, False, far=64), DEFAULT, Choice(16)),
+    "elsewhere, few reads": (Facts(40 << 20, 0, 2, None, False, far=10), DEFAULT, Choice(10)),
+    "elsewhere, 16 reads at once": (Facts(GB, 0, 2, None, False, streams=16, far=256), DEFAULT, Choice(16)),
+    "elsewhere, one read at a time": (Facts(GB, 0, 2, None, False, streams=1, far=256), DEFAULT, Choice(1)),
+    "elsewhere, threads": (Facts(GB, 0, 2, None, False, far=256), Settings(threads=20), Choice(20)),
+    "elsewhere, pinned": (Facts(0, GB, 2, None, False, far=256), Settings(pinned=64 << 20), Choice(8, ring=True)),
     # with settings of the caller
     "three threads": (Facts(GB, 0, 16, 1.0), Settings(threads=3), Choice(3)),
     "more threads than cores": (Facts(GB, 0, 2, 1.0), Settings(threads=40), Choice(40)),
@@ -104,6 +113,7 @@ def test_choice_for_each_case(facts: Facts, settings: Settings, expected: Choice
         (Facts(GB, 0, 4, 0.7), "4 threads, 70 % cached"),
         (Facts(GB, 0, 4, 0.1, pace="waiting"), "4 threads, asked for ahead, 10 % cached"),
         (Facts(GB, 0, 4, 0.1, pace="seeking"), "1 thread, in order, 10 % cached"),
+        (Facts(0, GB, 4, None, False, far=256), "8 to 64 threads, pinned 512 MiB, over the network"),
         (Facts(0, GB, 2, 0.0), "8 threads, pinned 64 MiB, past the page cache, which holds 0 % of it"),
         (
             Facts(0, GB, 2, 1.0, mappable=True),
@@ -111,7 +121,7 @@ def test_choice_for_each_case(facts: Facts, settings: Settings, expected: Choice
         ),
         (Facts(0, GB, 1, 1.0, mappable=True), "1 thread, the device fetches from the page cache"),
     ],
-    ids=["tiny", "warm", "partly cached", "waiting", "seeking", "cold", "partly mapped", "all mapped"],
+    ids=["tiny", "warm", "partly cached", "waiting", "seeking", "elsewhere", "cold", "partly mapped", "all mapped"],
 )
 def test_choice_explains_why(facts: Facts, why: str) -> None:
     assert choose(facts).why == why

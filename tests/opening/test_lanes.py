@@ -19,7 +19,7 @@ import transload
 from transload.io import pool
 from transload.opening import engine
 from transload.opening.engine import run_lanes
-from transload.opening.jobs import Job, NextJob, Run
+from transload.opening.jobs import CELL, Job, NextJob, Run
 
 DEADLINE = 100.0  # seconds after which a hanging test gives up
 
@@ -254,6 +254,115 @@ def test_error_is_not_kept_alive_by_a_reference_cycle() -> None:
         assert run_failing_lanes()() is None
     finally:
         gc.enable()
+
+
+# -- more lanes while more are faster
+
+
+def cells(count: int) -> list[Job]:
+    return [Job(0, "cpu", (Run(CELL * index, index, 0, CELL),)) for index in range(count)]
+
+
+def lanes_over_time(first: int, most: int, speed: Callable[[int], float]) -> list[int]:
+    """The numbers of lanes during a long load, if so many lanes read ``speed`` cells a second."""
+    growth = engine.Growth(first, most)
+    counts = [growth.lanes]
+    for _ in range(100):
+        for lane in range(growth.lanes):
+            growth.add(lane, CELL, growth.lanes / speed(growth.lanes))
+        growth.update()
+        if growth.lanes != counts[-1]:
+            counts.append(growth.lanes)
+        if not growth.open:
+            return counts
+    raise AssertionError(counts)
+
+
+@pytest.mark.parametrize(
+    ("speed", "expected"),
+    [
+        (lambda lanes: 10 * lanes, [8, 16, 32, 64]),
+        (lambda lanes: 10 * min(lanes, 44), [8, 16, 32, 64]),
+        (lambda lanes: 10 * min(lanes, 36), [8, 16, 32, 64, 32]),
+        (lambda lanes: 10 * min(lanes, 9), [8, 16, 8]),
+        (lambda _: 100, [8, 16, 8]),
+    ],
+    ids=["each connection", "44 connections", "36 connections", "9 connections", "the network"],
+)
+def test_lanes_double_while_that_is_faster(speed: Callable[[int], float], expected: list[int]) -> None:
+    assert lanes_over_time(8, 64, speed) == expected
+
+
+def test_lanes_double_no_further_than_they_may() -> None:
+    assert lanes_over_time(8, 40, lambda lanes: 10 * lanes) == [8, 16, 32]
+    assert not engine.Growth(8, 15).open
+
+
+def test_the_first_job_of_each_lane_does_not_count() -> None:
+    """The lanes that were added first connect."""
+    growth = engine.Growth(2, 4)
+    for seconds in (60.0, 1.0):
+        for lane in range(2):
+            growth.add(lane, CELL, seconds)
+    growth.update()
+    assert growth.lanes == 4
+    for seconds in (60.0, 1.0):
+        for lane in range(4):
+            growth.add(lane, CELL, seconds)
+    growth.update()
+    assert (growth.lanes, growth.open) == (4, False)
+
+
+def test_all_lanes_count() -> None:
+    growth = engine.Growth(2, 4)
+    for _ in range(10):
+        growth.add(0, CELL, 1.0)
+    growth.add(1, CELL, 1.0)
+    growth.update()
+    assert growth.lanes == 2
+    growth.add(1, CELL, 1.0)
+    growth.update()
+    assert growth.lanes == 4
+
+
+def test_lanes_are_added_while_they_wait() -> None:
+    lanes = [Lane(lambda _: time.sleep(0.02)) for _ in range(16)]
+    run_lanes(cells(80), lanes, first=4)
+    assert completed_jobs(lanes) == list(range(80))
+    assert sum(bool(lane.taken) for lane in lanes) >= 8
+
+
+def test_lanes_that_do_not_help_end_before_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = threading.local()
+    monkeypatch.setattr(engine, "perf_counter", lambda: getattr(clock, "now", 0.0))
+
+    def wait(_: Job) -> None:
+        time.sleep(0.005)
+        clock.now = getattr(clock, "now", 0.0) + (10.0 if any(lane.taken for lane in lanes[2:]) else 1.0)
+
+    lanes = [Lane(wait) for _ in range(4)]
+    run_lanes(cells(100), lanes, first=2)
+    assert completed_jobs(lanes) == list(range(100))
+    assert all(len(lane.taken) > 20 for lane in lanes[:2])
+    assert all(0 < len(lane.taken) < 20 for lane in lanes[2:])
+
+
+def test_all_jobs_run_when_no_lane_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "Thread", LimitedThreads(2))
+    lanes = [Lane(lambda _: time.sleep(0.002)) for _ in range(8)]
+    run_lanes(cells(40), lanes, first=2)
+    assert completed_jobs(lanes) == list(range(40))
+    assert [bool(lane.taken) for lane in lanes] == [True] * 2 + [False] * 6
+
+
+def test_error_of_a_lane_that_was_added_is_raised() -> None:
+    def fail(_: Job) -> None:
+        raise Broken
+
+    lanes = [*(Lane(lambda _: time.sleep(0.01)) for _ in range(2)), Lane(fail), Lane(fail)]
+    with pytest.raises(Broken):
+        run_lanes(cells(200), lanes, first=2)
+    assert sum(len(lane.taken) for lane in lanes) < 200
 
 
 # -- interrupts

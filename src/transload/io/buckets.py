@@ -38,7 +38,7 @@ def bucket_store(url: str) -> tuple[ObjectStore | FsspecStore, str]:
 class ObjectFile:
     """An object in a bucket."""
 
-    streams = 16
+    streams = 64
 
     def __init__(self, store: Any, key: str, name: str) -> None:
         import obstore

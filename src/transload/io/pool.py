@@ -75,7 +75,7 @@ class ThreadPool:
     """Threads that work beside the thread that calls ``run``."""
 
     def __init__(self) -> None:
-        self.started = 0
+        self._threads: list[Thread] = []
         self.stopped = False
         """True after an error or an interrupt, and when the caller's part is over: begin nothing more."""
         self._errors: list[BaseException] = []
@@ -96,12 +96,8 @@ class ThreadPool:
         If the system allows fewer threads, only the first of ``works`` are done: ``started`` says how many. When
         ``here`` has returned or raised, ``unblock`` is called until no thread waits for anything any more.
         """
-        threads = [Thread(target=self._work, args=(work,), daemon=True) for work in works]
         try:
-            with suppress(RuntimeError):  # the system's limit on threads, or the interpreter is shutting down
-                for thread in threads:
-                    thread.start()
-                    self.started += 1
+            all(map(self.start, works))
             here()
         except BaseException as error:  # noqa: BLE001 - raised again when the threads have ended
             self._errors.append(error)
@@ -113,7 +109,7 @@ class ThreadPool:
                 while len(self._ended) < len(self._begun):
                     unblock()
                     self.wait(_POLL)
-                for thread in threads:
+                for thread in self._threads:
                     if thread.is_alive():
                         thread.join()
                 waiting = False
@@ -124,6 +120,22 @@ class ThreadPool:
                 raise min(self._errors, key=lambda error: isinstance(error, Exception))  # the first, or an interrupt
             finally:
                 self._errors.clear()  # or the error would refer to itself through this frame, and keep all frames alive
+
+    def start(self, work: Callable[[], None]) -> bool:
+        """Do ``work`` in one more thread; false if the system allows no more. To be called while ``run`` runs."""
+        thread = Thread(target=self._work, args=(work,), daemon=True)
+        self._threads.append(thread)
+        try:
+            thread.start()
+        except RuntimeError:  # the system's limit on threads, or the interpreter is shutting down
+            self._threads.pop()
+            return False
+        return True
+
+    @property
+    def started(self) -> int:
+        """How many threads were started."""
+        return len(self._threads)
 
     def _work(self, work: Callable[[], None]) -> None:
         self._begun.append(None)  # before ``stopped`` is read: a thread that starts too late must do nothing
@@ -141,7 +153,7 @@ class ThreadPool:
         """Wait until a thread ends, at most so long: Python handles signals only in between. Whether any still runs."""
         with suppress(Empty):
             self._wakeups.get(timeout=seconds)
-        return len(self._ended) < self.started
+        return len(self._ended) < len(self._threads)
 
 
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:

@@ -31,6 +31,7 @@ _END = 128 << 10  # has the directory of 1,900 records
 _KEPT = 1 << 20  # longer reads are not kept
 _WINDOWS = 16
 _PIECE = 4 << 20  # of a long read, whose pieces are read at the same time
+_AT_ONCE = 16  # requests
 _MOST_PREPARED = 64 << 20
 _MOST_AHEAD = 64 << 20  # read at once where reads follow one another
 _MOST_READ_AHEAD = 2  # files of a folder of which that much is kept: one is read after another
@@ -84,8 +85,8 @@ class Store(Protocol):
         """The URL of a key, for messages."""
 
 
-def together(tasks: Iterable[Callable[[], object]], most: int) -> None:
-    """Do tasks that wait for a network, ``most`` at a time; raises the first error."""
+def together(tasks: Iterable[Callable[[], object]], streams: int = _AT_ONCE) -> None:
+    """Do tasks that wait for a network, some at a time; raises the first error."""
     waiting = deque(tasks)
     if len(waiting) <= 1:
         for task in waiting:
@@ -103,7 +104,7 @@ def together(tasks: Iterable[Callable[[], object]], most: int) -> None:
                 return
             task()
 
-    pool.run([work] * (min(most, len(waiting)) - 1), work)
+    pool.run([work] * (min(streams, _AT_ONCE, len(waiting)) - 1), work)
 
 
 class RemoteSource(Source):
@@ -382,7 +383,7 @@ class RemoteFolder(Folder):
                 self._opened[name] = error
 
         wanted = [name for name in names if name not in self._opened][:_MOST_OPENED]
-        together([partial(one, name) for name in wanted], HttpFile.streams)
+        together([partial(one, name) for name in wanted])
 
     def kind(self, name: str) -> Literal["file", "folder", "link", "other", ""]:
         """What has this name: a file, a folder, or nothing."""

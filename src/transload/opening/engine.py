@@ -17,8 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any, Protocol
 
 from transload.errors import CannotReadError
@@ -47,6 +48,13 @@ from transload.opening.jobs import (
 MOST_RING = 12
 """The most lanes to a device. On an H200 with PCIe 5, 8 reach 87 % of the bus's bandwidth, 12 94 %, 16 no more."""
 _MOST_HOST = 16
+_MOST_FAR = 64
+"""Over a network, as long as more are faster: a connection to a storage service gives 50 to 100 MB/s."""
+_FIRST_FAR = 8
+"""Where lanes may be added. 16 decrypt TLS more slowly, since Python does it 16 KiB at a time: they wait for one
+another."""
+_FASTER = 1.25
+"""How much faster twice as many lanes must be."""
 _MOST_DIRECT = 8  # reads that bypass the page cache wait for the disk, not for a core: more of them than cores pay
 _FEW_CORES = 2
 """With at most this many, the device copies from the page cache itself: 18.8 GB/s with one core, against 7.6 through
@@ -54,8 +62,8 @@ the ring; 20.9 with two, against 14.4. With four cores the ring is faster."""
 _COLD = 0.5
 _POLL = 0.05
 """Seconds between two checks of the progress of the threads."""
-_POLL_AHEAD = 0.002
-"""The same while reads are asked for ahead of them."""
+_POLL_OFTEN = 0.002
+"""The same while more depends on it: reads are asked for ahead, or lanes are added."""
 SLOTS = 2
 """Slots per lane: one is read into while the device copies from the other. Four were not faster."""
 KEPT = 16
@@ -109,6 +117,8 @@ class Choice(Frozen):
     """Whether to ask for huge pages in fresh host memory."""
     ahead: bool = False
     """Whether the system is asked for bytes before they are read."""
+    most: int = 0
+    """How many threads there may be in the end, if more of them are faster."""
     why: str = ""
 
 
@@ -138,9 +148,12 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         if facts.cuda and settings.pinned is not None:
             lanes = min(lanes, settings.pinned // SLOT_PAIR)
         lanes = max(1, min(lanes, max(facts.far, -(-nbytes // CELL))))  # no more than there are cells
+    most = 0
+    if facts.far > _MOST_FAR and facts.streams > _MOST_HOST and settings == Settings():
+        lanes, most = _FIRST_FAR, min(facts.streams, _MOST_FAR)
     huge = facts.huge and facts.host >= FEW_BYTES
-    pinned = (lanes - mapped) * SLOT_PAIR if facts.cuda else 0
-    why = ["1 thread" if lanes == 1 else f"{lanes} threads"]
+    pinned = (max(lanes, most) - mapped) * SLOT_PAIR if facts.cuda else 0
+    why = [f"{lanes} to {most} threads" if most else "1 thread" if lanes == 1 else f"{lanes} threads"]
     if pinned:
         why.append(f"pinned {pinned >> 20} MiB")
     if facts.far:
@@ -160,13 +173,13 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         why.append(f"which holds {percent} of it" if direct else f"{percent} cached")
     if huge:
         why.append("huge pages")
-    return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ahead, ", ".join(why))
+    return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ahead, most, ", ".join(why))
 
 
 def forecast(path: str, host: int, cuda: int) -> Choice:
     """The choice for this many bytes of a file. How much of a directory is cached counts as unknown."""
     if is_url(path):
-        return choose(Facts(host, cuda, 1, None, on_disk=False, streams=_MOST_HOST, far=(host + cuda) // CELL + 1))
+        return choose(Facts(host, cuda, 1, None, on_disk=False, far=(host + cuda) // CELL + 1))
     if host + cuda < FEW_BYTES:
         return choose(Facts(host, cuda, 1, None))
     from transload.io.pool import cores
@@ -202,11 +215,12 @@ def run_lanes(
     lanes: Sequence[Lane],
     report_progress: ReportProgress | None = None,
     ahead: ReadAhead | None = None,
+    first: int = sys.maxsize,
 ) -> None:
     """Do all jobs, each lane in a thread; a single lane runs in this one. Raises the first error of a lane.
 
     ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``report_progress`` is called in
-    this thread, which also asks for what is read next.
+    this thread, which also asks for what is read next. Lanes beyond the ``first`` run only while more are faster.
     """
     if len(lanes) == 1 and ahead is None:
         _run_lane(jobs, lanes[0], report_progress)
@@ -216,13 +230,17 @@ def run_lanes(
     pool = ThreadPool()
     queue: SimpleQueue[Job | None] = SimpleQueue()
     end = partial(queue.put, None)
+    growth = Growth(min(first, len(lanes)), len(lanes))
 
-    def next_job() -> Job | None:
-        job = queue.get()
-        if job is None or pool.stopped:
-            end()  # for the other lanes, and for another call by this one
-            return None
-        return job
+    def jobs_of(number: int) -> Iterator[Job]:
+        while number < growth.lanes:
+            job = queue.get()
+            if job is None or pool.stopped:
+                end()  # for the other lanes
+                return
+            begun = perf_counter()
+            yield job
+            growth.add(number, job.wanted, perf_counter() - begun)
 
     def prepare() -> None:
         if not pool.started:
@@ -237,15 +255,55 @@ def run_lanes(
         end()
         running, reported = True, 0
         while running:
-            running = pool.wait(_POLL if ahead is None or ahead.done else _POLL_AHEAD)
+            often = growth.open or (ahead is not None and not ahead.done)
+            running = pool.wait(_POLL_OFTEN if often else _POLL)
             done = sum(lane.done for lane in lanes)
             if ahead is not None and not pool.stopped:
                 ahead.ask(done)
+            if growth.open and not pool.stopped:
+                growth.update()
+                growth.open &= all(map(pool.start, works[pool.started : growth.lanes]))
             if report_progress and done > reported and not pool.stopped:
                 report_progress(done - reported)
             reported = done
 
-    pool.run([partial(lane.run, next_job) for lane in lanes], prepare, end)
+    works = [partial(lane.run, partial(next, jobs_of(number), None)) for number, lane in enumerate(lanes)]
+    pool.run(works[: growth.lanes], prepare, end)
+
+
+class Growth:
+    """How many lanes run: twice as many, as long as that is faster.
+
+    A connection gives only so much: a cell for each latency, or what a storage service allows. A lane's first job does
+    not count: it includes making the connection, or it began when fewer lanes ran.
+    """
+
+    def __init__(self, lanes: int, most: int) -> None:
+        self.lanes = lanes
+        self.open = 2 * lanes <= most
+        """Whether the number may still change."""
+        self._most = most
+        self._speed = 0.0
+        self._done: list[list[tuple[int, float]]] = [[] for _ in range(most)]
+
+    def add(self, lane: int, nbytes: int, seconds: float) -> None:
+        """Count a job of a lane."""
+        self._done[lane].append((nbytes, seconds))
+
+    def update(self) -> None:
+        """Change the number, if all that run have done two jobs since the last change."""
+        counted = [done[1:] for done in self._done[: self.lanes]]
+        if not all(counted):
+            return
+        nbytes, seconds = map(sum, zip(*chain(*counted), strict=True))
+        before, self._speed = self._speed, self.lanes * nbytes / seconds
+        if self._speed < _FASTER * before:
+            self.lanes, self.open = self.lanes // 2, False
+        elif 2 * self.lanes <= self._most:
+            self.lanes *= 2
+        else:
+            self.open = False
+        self._done = [[] for _ in range(self._most)]
 
 
 def _run_lane(jobs: Iterable[Job], lane: Lane, report_progress: ReportProgress | None) -> None:
@@ -313,9 +371,9 @@ def read_ranges(
         if choice.direct:
             for file in files:
                 file.go_direct()
-        hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
+        hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(max(choice.lanes, choice.most))]
         with cuda_lanes(transfer, choice) if choice.ring else nullcontext(hosts) as lanes:
-            run_lanes(transfer.jobs(), lanes, report_progress, ahead)
+            run_lanes(transfer.jobs(), lanes, report_progress, ahead, choice.lanes)
     finally:
         for file in files:
             file.close()
@@ -533,7 +591,7 @@ def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
         raise RuntimeError("there is no CUDA driver")
     lanes: list[RingLane] = [MappedLane(driver)] if choice.mapped else []
     try:
-        while len(lanes) < choice.lanes:
+        while len(lanes) < max(choice.lanes, choice.most):
             with suppress(IndexError):  # none is idle
                 lanes.append(_idle.pop())
                 continue
