@@ -22,6 +22,7 @@ import torch
 from tests.each import for_each
 from tests.file_server import FileServer, Handler, serve
 from tests.makers import codes, saved
+from tests.release import RELEASE
 
 import transload
 from transload.cli.main import main
@@ -257,7 +258,9 @@ def test_folders(server: FileServer, tmp_path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is a single process
-        dcp.save({"model": WEIGHTS, "step": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        writer = dcp.FileSystemWriter(tmp_path / "dcp")
+        save = dcp.save_state_dict if RELEASE < (2, 3) else dcp.save
+        save({"model": WEIGHTS, "step": 3}, storage_writer=writer, no_dist=True)
     transload.convert(saved(WEIGHTS), tmp_path / "model.safetensors", max_shard_size="700KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) == 3
@@ -280,7 +283,8 @@ def test_folders(server: FileServer, tmp_path: Path) -> None:
     state = {"model": {name: torch.zeros_like(tensor) for name, tensor in WEIGHTS.items()}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=transload.CheckpointReader(f"{server.url}/x/dcp/"), no_dist=True)
+        load = dcp.load_state_dict if RELEASE < (2, 3) else dcp.load
+        load(state, storage_reader=transload.CheckpointReader(f"{server.url}/x/dcp/"), no_dist=True)
     assert same(state["model"], WEIGHTS)
     with pytest.raises(CannotReadError, match="does not list"):
         transload.inspect(f"{server.url}/nothing/")
@@ -708,15 +712,14 @@ def test_headers_that_disagree(server: FileServer, spoil: Callable[[bytes, str],
                 handle["layers.6.weight"]
             with pytest.raises(BrokenFileError, match="data/6: the record's own header"):
                 handle.slice("layers.6.weight")[30_000:30_010]
-        last = handle.checkpoint.storages[11]
+        last = max(handle.checkpoint.storages, key=lambda storage: storage.offset or 0)
     assert transload.verify(url).integrity == "damaged"
     # The end of a storage whose header is not among the bytes that are kept of the end of the file.
-    server.files["a.pt"] = spoil(FILES["a.pt"], "data/11")
+    server.files["a.pt"] = spoil(FILES["a.pt"], f"data/{last.id}")
     with transload.open(url) as handle:
         server.log.clear()
-        with pytest.raises(BrokenFileError, match="data/11: the record's own header"):
-            handle.slice("layers.11.weight")[40_000:40_010]
-        assert last.nbytes == 160_044
+        with pytest.raises(BrokenFileError, match=f"data/{last.id}: the record's own header"):
+            handle.slice(f"layers.{last.id}.weight")[40_000:40_008]
         assert len(server.log) == 1
 
 

@@ -132,12 +132,16 @@ def proxy() -> Iterator[SimpleNamespace]:
     """A proxy that passes encrypted connections on; ``asked`` has the servers that it was asked for."""
     listening = socket.create_server(("127.0.0.1", 0))
     found = SimpleNamespace(url=f"http://127.0.0.1:{listening.getsockname()[1]}", asked=[])
+    opened = [listening]
 
     def pump(source: socket.socket, target: socket.socket) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 target.sendall(data)
-        for each in (source, target):
+        hang_up(source, target)
+
+    def hang_up(*sockets: socket.socket) -> None:
+        for each in sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
@@ -151,6 +155,7 @@ def proxy() -> Iterator[SimpleNamespace]:
                 found.asked.append(head.split()[1].decode())
                 host, _, port = found.asked[-1].rpartition(":")
                 server = socket.create_connection((host, int(port)))
+                opened.extend((client, server))
                 client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
                 for pair in ((client, server), (server, client)):
                     threading.Thread(target=pump, args=pair, daemon=True).start()
@@ -159,7 +164,9 @@ def proxy() -> Iterator[SimpleNamespace]:
     try:
         yield found
     finally:
-        listening.close()
+        hang_up(*opened)
+        for each in opened:
+            each.close()
 
 
 def test_proxy_gets_only_encrypted_bytes(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
