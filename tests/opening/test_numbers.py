@@ -63,6 +63,7 @@ def lossy(values: torch.Tensor, name: str) -> torch.Tensor:
     return values.to(getattr(torch, name)).to(torch.float64)
 
 
+@pytest.mark.filterwarnings("ignore:BComplex32 support:UserWarning")
 @pytest.mark.usefixtures("numpy_or_not")
 @pytest.mark.parametrize("name", DTYPES)
 def test_statistics_equal_those_of_torch(name: str) -> None:
