@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import platform
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,7 +16,6 @@ import pytest
 import torch
 from tests import forks
 from tests.loading.zoo import IGNORED_WARNINGS, saved
-from tests.release import needs_torch
 
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.loading import load
@@ -93,33 +90,6 @@ UNCHECKED_SPARSE_TENSOR = (
     "import torch; torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=False)"
 )
 """torch 2.11 warns about this, 2.13 does not."""
-
-
-# -- memory
-
-LOAD_REPEATEDLY = """
-import sys, transload
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
-
-transload.load(sys.argv[1], "cpu")
-before = resident()
-for _ in range(3):
-    transload.load(sys.argv[1], "cpu")
-print(resident() - before)
-"""
-
-
-@needs_torch(2, 11)  # torch 2.1 leaves more behind it
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
-def test_memory_of_large_tensors_returns_to_the_system_after_later_loads(tmp_path: Path) -> None:
-    """After the first load the C library takes memory of their size from its heap, and returns only the end of that."""
-    torch.save({str(index): torch.zeros(50_000) for index in range(300)}, tmp_path / "a.pt")
-    command = [sys.executable, "-c", LOAD_REPEATEDLY, str(tmp_path / "a.pt")]  # a fork inherits a heap with room
-    process = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=False)
-    assert process.stderr == b""
-    assert int(process.stdout) < 20e6
 
 
 # -- limits of the process

@@ -140,8 +140,8 @@ def test_memory_of_a_failed_load_is_freed_at_once(threads: int, saved: Path, mon
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     real_empty = _StorageReader.empty
 
-    def recorded(reader: _StorageReader, storage: Any, device: str = "cpu", *bare: Any) -> Any:
-        empty = real_empty(reader, storage, device, *bare)
+    def recorded(reader: _StorageReader, storage: Any, device: str = "cpu") -> Any:
+        empty = real_empty(reader, storage, device)
         alive.add(empty)
         return empty
 
@@ -231,10 +231,10 @@ def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, mon
 
     real_empty = _StorageReader.empty
 
-    def oversized(reader: _StorageReader, storage: Any, device: str = "cpu", *bare: Any) -> Any:
+    def oversized(reader: _StorageReader, storage: Any, device: str = "cpu") -> Any:
         if storage.nbytes == 8 * LONG:
             storage = type(storage)(**{**fields_of(storage), "nbytes": 1 << 55})
-        return real_empty(reader, storage, device, *bare)
+        return real_empty(reader, storage, device)
 
     monkeypatch.setattr(_StorageReader, "empty", oversized)
     with pytest.raises(DoesNotFitError, match="no memory for int"):
@@ -306,8 +306,8 @@ def test_driver_error_is_a_transload_error_and_the_next_load_works(
 
     real_empty = _StorageReader.empty
 
-    def on_device(reader: Any, storage: Any, device: str = "cpu", *bare: Any) -> Any:
-        empty = real_empty(reader, storage, "cpu", *bare)
+    def on_device(reader: Any, storage: Any, device: str = "cpu") -> Any:
+        empty = real_empty(reader, storage)
         if device != "cpu":
             cuda.add_memory(empty.data_ptr(), storage.nbytes, 0)
         return empty

@@ -37,7 +37,6 @@ _GROUP = 256 << 20
 with torch until the last of the storages is gone."""
 _POOLED = 1 << 20  # torch's allocator takes memory for this size and less in blocks of its own
 _ROUND = 512  # to multiples of which it rounds
-_RETURNED = 64 << 10  # bytes that the C library must free at once to return memory to the system
 _ALIGNED = 8  # the alignment that any element, or either half of a complex one, needs in a mapped storage
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
@@ -183,14 +182,8 @@ class _StorageReader:
         tensors = [part for tensor in self._file.checkpoint.tensors for part in with_parts(tensor)]
         return {tensor.storage: tensor.dtype for tensor in reversed(tensors)}
 
-    def empty(
-        self, storage: Storage, device: str = "cpu", bare: torch.UntypedStorage | None = None
-    ) -> torch.UntypedStorage:
-        """A new storage, or ``bare``, with memory."""
+    def empty(self, storage: Storage, device: str = "cpu") -> torch.UntypedStorage:
         try:
-            if bare is not None:
-                bare.resize_(storage.nbytes)
-                return bare
             return self._new(storage.nbytes) if device == "cpu" else self._new(storage.nbytes, device=device)
         except RuntimeError as error:
             what = f"there is no memory for {_named(self._file, storage)}: {storage.nbytes:,} bytes"
@@ -212,12 +205,6 @@ def _read(
     """Read storages in one call; ``BrokenFileError`` names one that is truncated or damaged."""
     import torch
 
-    # What torch keeps of each storage comes before the memory of all: on top of it, the C library would hold that back.
-    bare = {
-        index: torch.UntypedStorage(0)
-        for index, (_, _, nbytes, device) in enumerate(ranges)
-        if device == "cpu" and nbytes > _RETURNED
-    }
     targets: dict[int, torch.UntypedStorage] = {}
     groups = _groups(ranges)
 
@@ -228,7 +215,7 @@ def _read(
             with suppress(RuntimeError):  # there may be no room for all of them in one piece
                 torch.UntypedStorage(groups[index], device=device)
         reader, storage = owners[index]
-        target = targets[index] = reader.empty(storage, device, bare.get(index))
+        target = targets[index] = reader.empty(storage, device)
         return target.data_ptr()  # type: ignore[no-any-return]
 
     checksums = Checksums() if options.verify else None
