@@ -61,8 +61,8 @@ TABLE = {
     "cold is not mapped": (Facts(0, GB, 2, 0.1, mappable=True), DEFAULT, Choice(8, ring=True, direct=True)),
     "too little to map": (Facts(GB, 1000, 2, 1.0, mappable=True), DEFAULT, Choice(2, ring=True)),
     # over a network
-    "a file elsewhere": (Facts(GB, 0, 2, None, False, far=256), DEFAULT, Choice(8, most=64)),
-    "elsewhere, to a device": (Facts(0, GB, 2, None, False, far=256), DEFAULT, Choice(8, ring=True, most=64)),
+    "a file elsewhere": (Facts(GB, 0, 2, None, False, far=256), DEFAULT, Choice(64, first=8)),
+    "elsewhere, to a device": (Facts(0, GB, 2, None, False, far=256), DEFAULT, Choice(64, ring=True, first=8)),
     "elsewhere, not so large": (Facts(GB // 4, 0, 2, None, False, far=64), DEFAULT, Choice(16)),
     "elsewhere, few reads": (Facts(40 << 20, 0, 2, None, False, far=10), DEFAULT, Choice(10)),
     "elsewhere, 16 reads at once": (Facts(GB, 0, 2, None, False, streams=16, far=256), DEFAULT, Choice(16)),

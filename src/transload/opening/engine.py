@@ -106,7 +106,7 @@ class Choice(Frozen):
     """How bytes are read."""
 
     lanes: int
-    """The number of threads that read; 1 is the calling thread."""
+    """The most threads that read; 1 is the calling thread."""
     ring: bool = False
     """Whether they read into pinned slots, from which devices copy."""
     mapped: bool = False
@@ -117,8 +117,8 @@ class Choice(Frozen):
     """Whether to ask for huge pages in fresh host memory."""
     ahead: bool = False
     """Whether the system is asked for bytes before they are read."""
-    most: int = 0
-    """How many threads there may be in the end, if more of them are faster."""
+    first: int = 0
+    """With how many threads to begin, if not with all: the others follow as long as more are faster."""
     why: str = ""
 
 
@@ -148,12 +148,12 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         if facts.cuda and settings.pinned is not None:
             lanes = min(lanes, settings.pinned // SLOT_PAIR)
         lanes = max(1, min(lanes, max(facts.far, -(-nbytes // CELL))))  # no more than there are cells
-    most = 0
+    first = 0
     if facts.far > _MOST_FAR and facts.streams > _MOST_HOST and settings == Settings():
-        lanes, most = _FIRST_FAR, min(facts.streams, _MOST_FAR)
+        first, lanes = _FIRST_FAR, min(facts.streams, _MOST_FAR)
     huge = facts.huge and facts.host >= FEW_BYTES
-    pinned = (max(lanes, most) - mapped) * SLOT_PAIR if facts.cuda else 0
-    why = [f"{lanes} to {most} threads" if most else "1 thread" if lanes == 1 else f"{lanes} threads"]
+    pinned = (lanes - mapped) * SLOT_PAIR if facts.cuda else 0
+    why = [f"{first} to {lanes} threads" if first else "1 thread" if lanes == 1 else f"{lanes} threads"]
     if pinned:
         why.append(f"pinned {pinned >> 20} MiB")
     if facts.far:
@@ -173,7 +173,7 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
         why.append(f"which holds {percent} of it" if direct else f"{percent} cached")
     if huge:
         why.append("huge pages")
-    return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ahead, most, ", ".join(why))
+    return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ahead, first, ", ".join(why))
 
 
 def forecast(path: str, host: int, cuda: int) -> Choice:
@@ -215,12 +215,13 @@ def run_lanes(
     lanes: Sequence[Lane],
     report_progress: ReportProgress | None = None,
     ahead: ReadAhead | None = None,
-    first: int = sys.maxsize,
+    first: int = 0,
 ) -> None:
     """Do all jobs, each lane in a thread; a single lane runs in this one. Raises the first error of a lane.
 
     ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``report_progress`` is called in
-    this thread, which also asks for what is read next. Lanes beyond the ``first`` run only while more are faster.
+    this thread, which also asks for what is read next. With ``first``, only so many lanes begin, and the others
+    follow as long as more are faster.
     """
     if len(lanes) == 1 and ahead is None:
         _run_lane(jobs, lanes[0], report_progress)
@@ -230,7 +231,7 @@ def run_lanes(
     pool = ThreadPool()
     queue: SimpleQueue[Job | None] = SimpleQueue()
     end = partial(queue.put, None)
-    growth = Growth(min(first, len(lanes)), len(lanes))
+    growth = Growth(first or len(lanes), len(lanes))
 
     def jobs_of(number: int) -> Iterator[Job]:
         while number < growth.lanes:
@@ -371,9 +372,9 @@ def read_ranges(
         if choice.direct:
             for file in files:
                 file.go_direct()
-        hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(max(choice.lanes, choice.most))]
+        hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
         with cuda_lanes(transfer, choice) if choice.ring else nullcontext(hosts) as lanes:
-            run_lanes(transfer.jobs(), lanes, report_progress, ahead, choice.lanes)
+            run_lanes(transfer.jobs(), lanes, report_progress, ahead, choice.first)
     finally:
         for file in files:
             file.close()
@@ -591,7 +592,7 @@ def cuda_lanes(transfer: Transfer, choice: Choice) -> Iterator[list[RingLane]]:
         raise RuntimeError("there is no CUDA driver")
     lanes: list[RingLane] = [MappedLane(driver)] if choice.mapped else []
     try:
-        while len(lanes) < max(choice.lanes, choice.most):
+        while len(lanes) < choice.lanes:
             with suppress(IndexError):  # none is idle
                 lanes.append(_idle.pop())
                 continue
