@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import platform
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
@@ -90,6 +92,37 @@ UNCHECKED_SPARSE_TENSOR = (
     "import torch; torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (2,), check_invariants=False)"
 )
 """torch 2.11 warns about this, 2.13 does not."""
+
+
+# -- memory
+
+LOAD_REPEATEDLY = """
+import sys, transload
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+transload.load(sys.argv[1], "cpu")
+before = resident()
+after = []
+for _ in range(4):
+    transload.load(sys.argv[1], "cpu")
+    after.append(resident() - before)
+print(max(after))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
+@pytest.mark.parametrize(("count", "numel"), [(300, 50_000), (12, 2_000_000)])
+def test_memory_of_large_tensors_returns_to_the_system_after_later_loads(
+    count: int, numel: int, tmp_path: Path
+) -> None:
+    """After the first load the C library takes memory of their size from its heaps, and returns only the end of one."""
+    torch.save({str(index): torch.zeros(numel) for index in range(count)}, tmp_path / "a.pt")
+    command = [sys.executable, "-c", LOAD_REPEATEDLY, str(tmp_path / "a.pt")]  # a fork inherits a heap with room
+    process = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=False)
+    assert process.stderr == b""
+    assert int(process.stdout) < 15e6
 
 
 # -- limits of the process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.loading.equal import assert_same
 from torch import nn
 
 import transload
-from transload.errors import BrokenFileError, DoesNotFitError, TransloadError
+from transload.errors import BrokenFileError, TransloadError
 from transload.io import cuda_driver as driver
 from transload.opening import engine
 from transload.opening.jobs import FEW_BYTES
@@ -226,24 +227,25 @@ def test_file_replaced_during_load_still_loads_the_opened_one(saved: Path, tmp_p
     assert_same(torch.load(saved), transload.load(path, ReplacingMap({"cuda:0": "cpu"}), threads=3, direct=True))
 
 
-def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transload.loading.storages import _StorageReader
+LIMITED = """
+import resource, sys, transload
 
-    real_empty = _StorageReader.empty
-
-    def oversized(reader: _StorageReader, storage: Any, device: str = "cpu") -> Any:
-        if storage.nbytes == 8 * LONG:
-            storage = type(storage)(**{**fields_of(storage), "nbytes": 1 << 55})
-        return real_empty(reader, storage, device)
-
-    monkeypatch.setattr(_StorageReader, "empty", oversized)
-    with pytest.raises(DoesNotFitError, match="no memory for int"):
-        transload.load(saved, threads=3)
+transload.load(sys.argv[2], "cpu", threads=3)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
+try:
+    transload.load(sys.argv[1], "cpu", threads=3)
+except transload.DoesNotFitError as error:
+    print(error.what)
+"""
 
 
-def fields_of(record: Any) -> dict[str, Any]:
-    names = getattr(record, "_fields", None) or record.__dataclass_fields__
-    return {name: getattr(record, name) for name in names}
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
+def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, tmp_path: Path) -> None:
+    torch.save(torch.ones(3), tmp_path / "small.pt")
+    process = forks.run("-c", LIMITED, saved, tmp_path / "small.pt")
+    assert process.stderr == ""
+    assert process.stdout.startswith("there is no memory for ")
 
 
 # -- load_into

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from transload.checkpoint import Storage
@@ -24,7 +25,15 @@ from transload.io.sources import FileSource, Source
 from transload.loading.build import is_fake_mode
 from transload.loading.placement import DeviceMap
 from transload.opening import CheckpointFile, Range, fill
-from transload.opening.jobs import Checksums, ReportProgress, Settings, ShortReadError, can_read_to, file_ends
+from transload.opening.jobs import (
+    FEW_BYTES,
+    Checksums,
+    ReportProgress,
+    Settings,
+    ShortReadError,
+    can_read_to,
+    file_ends,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +46,7 @@ _GROUP = 256 << 20
 with torch until the last of the storages is gone."""
 _POOLED = 1 << 20  # torch's allocator takes memory for this size and less in blocks of its own
 _ROUND = 512  # to multiples of which it rounds
+_LARGE = 64 << 10  # bytes that the C library must free at once to return memory to the system
 _ALIGNED = 8  # the alignment that any element, or either half of a complex one, needs in a mapped storage
 _AGAIN = "Download or copy the file again and compare its size and checksum with the original's."
 
@@ -207,15 +217,19 @@ def _read(
 
     targets: dict[int, torch.UntypedStorage] = {}
     groups = _groups(ranges)
+    large: dict[int, torch.UntypedStorage] | None = None
 
     def address_of(index: int) -> int:
+        nonlocal large
+        if large is None:
+            large = _large(ranges)
         device = ranges[index][3]
         if index in groups:
             # Freed at once: torch keeps the memory, and cuts the storages out of it.
             with suppress(RuntimeError):  # there may be no room for all of them in one piece
                 torch.UntypedStorage(groups[index], device=device)
         reader, storage = owners[index]
-        target = targets[index] = reader.empty(storage, device)
+        target = targets[index] = large.pop(index, None) or reader.empty(storage, device)
         return target.data_ptr()  # type: ignore[no-any-return]
 
     checksums = Checksums() if options.verify else None
@@ -234,6 +248,32 @@ def _read(
         for (reader, storage), value in zip(owners, checksums.whole(len(owners)), strict=True):
             reader.check_sum(storage, value)
     return [targets[index] for index in range(len(owners))]
+
+
+def _large(ranges: Sequence[Range]) -> dict[int, torch.UntypedStorage]:
+    """Host storages for the large ranges; those that there is no memory for are empty.
+
+    A thread allocates them. The C library gives it a heap of its own, so that nothing else lies between the storages,
+    and all their memory returns to the system when they are freed. In the main thread's heap, what lies below any block
+    that lives on remains. For the same reason torch's records of the storages are made before.
+    """
+    import torch
+
+    sizes = {index: each[2] for index, each in enumerate(ranges) if each[2] >= _LARGE and each[3] == "cpu"}
+    if sys.platform != "linux" or sum(sizes.values()) < FEW_BYTES:
+        return {}
+    storages = {index: torch.UntypedStorage(0) for index in sizes}
+
+    def allocate() -> None:
+        with suppress(RuntimeError):
+            for index, storage in storages.items():
+                storage.resize_(sizes[index])
+
+    with suppress(RuntimeError):  # the system allows no more threads
+        thread = Thread(target=allocate, daemon=True)
+        thread.start()
+        thread.join()
+    return storages
 
 
 def _groups(ranges: Sequence[Range]) -> dict[int, int]:
