@@ -1,6 +1,6 @@
 """A file system that makes readers wait, as a spinning disk or a network does: a read-only view of a folder, by FUSE.
 
-    python -m tests.slow_disk FOLDER MOUNTPOINT LATENCY RATE SEEK
+    python -m tests.slow_disk FOLDER MOUNTPOINT LATENCY RATE SEEK FORGETS
 
 It runs in a process of its own until its input ends, and then prints what it counted as JSON. Reads go through the
 page cache of the kernel, with its own readahead. Needs Linux, ``/dev/fuse`` and root.
@@ -53,6 +53,8 @@ class Kind(NamedTuple):
     """Bytes a second that all reads share; 0 for no limit."""
     seek: float = 0.0
     """Seconds for a read that does not begin where the one before it ended. A little ahead takes as long as reading."""
+    forgets: int = 0
+    """1 if the kernel is to drop what it holds of a file that is opened again."""
 
 
 SPINNING = Kind(rate=180e6, seek=0.008)
@@ -169,7 +171,7 @@ class _Disk:
         if opcode in (_OPEN, _OPENDIR):
             if opcode == _OPEN and node not in self._files:
                 self._files[node] = os.open(self._path(node), os.O_RDONLY)
-            return struct.pack("<QII", node, _KEEP_CACHE, 0)
+            return struct.pack("<QII", node, 0 if self._kind.forgets else _KEEP_CACHE, 0)
         if opcode == _READDIR:
             _, offset, size = struct.unpack_from("<QQI", body)
             return self._entries(offset)[:size]
@@ -195,7 +197,7 @@ class _Disk:
         return _ATTRIBUTES.pack(node, status.st_size, status.st_blocks, *times, *nanoseconds, *owner, 4096, 0)
 
 
-def main(folder: str, target: str, *kind: str) -> None:
+def main(folder: str, target: str, latency: str, rate: str, seek: str, forgets: str) -> None:
     """Serve until the input ends."""
     device = os.open("/dev/fuse", os.O_RDWR)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -203,7 +205,7 @@ def main(folder: str, target: str, *kind: str) -> None:
     if libc.mount(b"slow", target.encode(), b"fuse", _READ_ONLY, options.encode()):
         sys.exit(os.strerror(ctypes.get_errno()))
     try:
-        disk = _Disk(folder, device, Kind(*map(float, kind)))
+        disk = _Disk(folder, device, Kind(float(latency), float(rate), float(seek), int(forgets)))
         for work in (disk.serve, disk.spin, *[disk.send] * 4):
             threading.Thread(target=work, daemon=True).start()
         sys.stdout.write("ready\n")

@@ -10,6 +10,7 @@ import pytest
 
 from transload.io import cache
 from transload.io.cache import Following, ReadAhead, ask_for, cached_fraction, pace
+from transload.io.sources import FileSource
 
 HAS_NOWAIT = hasattr(os, "RWF_NOWAIT")
 
@@ -205,3 +206,21 @@ def test_reads_here_and_there_ask_for_nothing_else(monkeypatch: pytest.MonkeyPat
     for begin in (700 << 20, 3 << 20, 90 << 20):
         following.read(begin, begin + 1000)
     assert asked == [(begin << 20, (begin << 20) + 1000) for begin in (700, 3, 90)]
+
+
+@pytest.mark.parametrize("known", ["quick", "seeking", "waiting"])
+def test_only_where_each_read_waits_a_file_asks_for_what_follows(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that seeks would go to and fro, and one that is quick would only cost the calls."""
+    asked: list[int] = []
+    monkeypatch.setattr(cache, "pace", lambda *_: known)
+    monkeypatch.setattr(cache, "ask_for", lambda _, begin, __: asked.append(begin))
+    path = tmp_path / "x"
+    path.write_bytes(bytes(17 << 20))
+    source = FileSource(path)
+    for begin in (0, 1 << 20):
+        source.readinto(begin, memoryview(bytearray(1 << 20)))
+    assert bool(asked) == (known == "waiting")
+    assert (source.hints != source.descriptor) == (known == "waiting" and os.path.exists("/proc/self/fd"))
+    source.close()

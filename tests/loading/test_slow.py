@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
@@ -21,10 +22,10 @@ from tests.loading.equal import assert_same
 import transload
 from transload.errors import LoadError
 from transload.formats import read_source
-from transload.io import sources
+from transload.io import cache, sources
 from transload.io.sources import FileSource
 from transload.loading import load
-from transload.opening import engine
+from transload.opening import engine, prefetch
 
 DATA = Path(__file__).parents[1] / "data"
 FILES = sorted(path for path in DATA.rglob("*") if path.suffix in (".pt", ".pth", ".ckpt", ".bin"))
@@ -172,6 +173,20 @@ def test_load_asks_a_network_for_many_bytes_at_once_and_a_disk_seldom_seeks(
 
 
 @can_mount
+def test_file_that_streams_is_read_once_and_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel drops what it holds of such a file when it is opened again, so that a prefetch would be in vain."""
+    for module in (cache, prefetch):
+        monkeypatch.setattr(module, "file_system", lambda _: "fuse.rclone")
+    with mounted(folder, SPINNING._replace(forgets=1)) as (mount, end):
+        assert transload.prefetch(mount / "a.pt").wait(60)
+        loaded = transload.load(mount / "a.pt")
+        counted = end()
+    assert_same(loaded, transload.load(folder / "a.pt"))
+    assert counted["seeks"] < 5
+    assert counted["reads"] < (24 << 20) / (128 << 10) + 10
+
+
+@can_mount
 def test_inspect_asks_for_all_headers_at_once(folder: Path) -> None:
     with mounted(folder, NETWORK) as (mount, end):
         found = transload.inspect(mount / "a.pt")
@@ -189,6 +204,15 @@ def test_prefetch_reads_a_network_file_with_many_threads(folder: Path) -> None:
     assert counted["reads"] < 1.5 * (24 << 20) / (128 << 10)  # all of it was cached when it was loaded
     assert counted["most at once"] >= 3  # pieces of 8 MiB
     assert_same(loaded, torch.load(folder / "a.pt"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says")
+def test_name_of_the_file_system() -> None:
+    descriptor = os.open("/proc/self/status", os.O_RDONLY)
+    try:
+        assert cache.file_system(descriptor) == "proc"
+    finally:
+        os.close(descriptor)
 
 
 def test_small_files_are_not_asked_whether_they_are_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

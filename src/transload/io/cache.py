@@ -27,6 +27,8 @@ _SLOW_UNKNOWN = 1e-4
 """The same for a byte that may be cached; a network takes 0.2 to 100 ms."""
 _PROBES = 2
 _FOLLOWING = 8
+STREAMING = ("fuse.rclone",)
+"""File systems that stream. The reads below, each of which makes one begin again, can find that of rclone waiting."""
 _ASKED = 128 << 10
 """Bytes to ask for at once: Linux reads no more at a time of what a program will need, unless told otherwise."""
 _NEAR = 8 << 20
@@ -83,6 +85,8 @@ def pace(descriptor: int, begin: int, end: int) -> Pace:
         known = _is_cached(descriptor, position)
         if known:
             continue
+        if known is None and file_system(descriptor) in STREAMING:
+            return "seeking"
         wait = _seconds(descriptor, position, 1)
         if wait < (_SLOW_UNKNOWN if known is None else _SLOW):
             cached += 1
@@ -163,13 +167,13 @@ class Following:
         ask_for(self._descriptor, first, self._asked)
 
 
-def is_in_memory(descriptor: int) -> bool:
-    """Whether the file system of a file has no disk under it, as far as Linux says."""
+def file_system(descriptor: int) -> str:
+    """The name of the file system of a file, as far as Linux says."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             words = line.split()
             if words[2] == number and "-" in words:
-                return words[words.index("-") + 1] in ("tmpfs", "ramfs")
-    return False
+                return words[words.index("-") + 1]
+    return ""

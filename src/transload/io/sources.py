@@ -175,13 +175,13 @@ class FileSource(Source):
 
     @property
     def hints(self) -> int:
-        """A second descriptor, to ask for bytes.
+        """The descriptor to ask for bytes with; a second one where each read waits.
 
         Linux takes what is asked for through a descriptor that has read in order for its own guess, and drops it while
-        a network file system is busy.
+        a network file system is busy. But to open a file again may remove what is cached of it: FUSE does.
         """
         with _OPENING, suppress(OSError):  # no /proc
-            if self._hints < 0 <= self.descriptor:
+            if self._hints < 0 <= self.descriptor and self.pace == "waiting":
                 self._hints = os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY)
         return self.descriptor if self._hints < 0 else self._hints
 

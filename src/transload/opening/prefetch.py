@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Lock, Thread
 
 from transload.errors import LoadError
-from transload.io.cache import WARM, cached_fraction, is_in_memory
+from transload.io.cache import STREAMING, WARM, cached_fraction, file_system
 from transload.io.paths import is_set
 from transload.io.sources import FileSource, is_url
 
@@ -29,6 +29,8 @@ _PIECE = 128 << 20
 """The most bytes of a call, which ends before its thread can stop. With 32 MiB the threads wait too often for their
 turn: a load of 4 GB began half a second after torch was ready, not at once."""
 _SCRATCH = 1 << 20
+_USELESS = ("tmpfs", "ramfs", *STREAMING)
+"""File systems without a disk, and those whose files leave the page cache when they are opened again."""
 
 _running: dict[Prefetch, set[tuple[int, int]]] = {}
 """The files that each reads, as device and inode."""
@@ -87,7 +89,7 @@ class Prefetch:
         try:
             with suppress(LoadError, OSError, ValueError):  # if something is wrong, load says what
                 sources += map(FileSource, _files(self.path))
-                sources = [source for source in sources if not _is_ready(source)]
+                sources = [source for source in sources if _helps(source)]
                 _running[self] = {_identity(source.descriptor) for source in sources}
                 self._read(_pieces(sources), _NETWORK_THREADS if any(map(_waits, sources)) else _THREADS)
         finally:
@@ -147,10 +149,10 @@ def _files(path: str) -> list[str]:
         return [str(folder / part.name) for part in opened.checkpoint.parts if part.role == "member"]
 
 
-def _is_ready(source: FileSource) -> bool:
-    """Whether a file is in memory already."""
+def _helps(source: FileSource) -> bool:
+    """Whether a load is faster if a file is read now."""
     cached = cached_fraction(source.descriptor, 0, source.size)
-    return is_in_memory(source.descriptor) if cached is None else cached >= WARM
+    return file_system(source.descriptor) not in _USELESS if cached is None else cached < WARM
 
 
 def _waits(source: FileSource) -> bool:
