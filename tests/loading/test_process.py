@@ -125,6 +125,51 @@ def test_memory_of_large_tensors_returns_to_the_system_after_later_loads(
     assert int(process.stdout) < 15e6
 
 
+LOAD_AMONG_THREADS = """
+import sys, threading, time, transload
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+def work():
+    mine = [bytearray(5000) for _ in range(20)]
+    begun.release()
+    end.wait()
+
+begun, end = threading.Semaphore(0), threading.Event()
+transload.load(sys.argv[1], "cpu")
+before = resident()
+after = []
+for _ in range(6):
+    loaded = transload.load(sys.argv[1], "cpu")
+    for _ in range(4):
+        threading.Thread(target=work).start()
+        begun.acquire()
+    del loaded
+    after.append(resident() - before)
+end.set()
+print(max(after))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs the GNU C library")
+def test_memory_below_blocks_of_other_threads_does_not_grow_with_each_load(tmp_path: Path) -> None:
+    torch.save({str(index): torch.zeros(60_000) for index in range(200)}, tmp_path / "a.pt")
+    command = [sys.executable, "-c", LOAD_AMONG_THREADS, str(tmp_path / "a.pt")]
+    # As many heaps as on a machine with 16 cores: with few, threads must share them.
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "GLIBC_TUNABLES": "glibc.malloc.arena_max=128"}
+    process = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert process.stderr == b""
+    assert int(process.stdout) < 2 * 48e6
+
+
+def test_profiler_sees_the_memory_of_a_load(tmp_path: Path) -> None:
+    torch.save([torch.zeros(5_000_000), torch.ones(2)], tmp_path / "a.pt")
+    with torch.autograd.profiler.profile(use_kineto=False, profile_memory=True) as profile:
+        load(tmp_path / "a.pt", "cpu")
+    assert sum(max(event.self_cpu_memory_usage, 0) for event in profile.function_events) >= 20_000_000
+
+
 # -- limits of the process
 
 

@@ -232,7 +232,7 @@ import resource, sys, transload
 
 transload.load(sys.argv[2], "cpu", threads=3)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
+resource.setrlimit(resource.RLIMIT_AS, (used + int(sys.argv[3]),) * 2)
 try:
     transload.load(sys.argv[1], "cpu", threads=3)
 except transload.DoesNotFitError as error:
@@ -241,9 +241,11 @@ except transload.DoesNotFitError as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on memory")
-def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(saved: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [4 << 20, 60 << 20], ids=["no room for a thread", "a thread"])
+def test_failed_allocation_of_a_storage_is_a_does_not_fit_error(left: int, tmp_path: Path) -> None:
+    torch.save({str(index): torch.zeros(3 << 20) for index in range(6)}, tmp_path / "large.pt")
     torch.save(torch.ones(3), tmp_path / "small.pt")
-    process = forks.run("-c", LIMITED, saved, tmp_path / "small.pt")
+    process = forks.run("-c", LIMITED, tmp_path / "large.pt", tmp_path / "small.pt", str(left))
     assert process.stderr == ""
     assert process.stdout.startswith("there is no memory for ")
 

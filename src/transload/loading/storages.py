@@ -7,6 +7,7 @@ that only torch, or the caller's ``map_location`` function, can copy to.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from transload.contents import with_parts
 from transload.errors import BrokenFileError, DoesNotFitError
 from transload.findings import join_names
 from transload.frozen import NamedTuple
-from transload.io.memory import memory_at
+from transload.io.memory import libc, memory_at
 from transload.io.sources import FileSource, Source
 from transload.loading.build import is_fake_mode
 from transload.loading.placement import DeviceMap
@@ -197,7 +198,9 @@ class _StorageReader:
             return self._new(storage.nbytes) if device == "cpu" else self._new(storage.nbytes, device=device)
         except RuntimeError as error:
             what = f"there is no memory for {_named(self._file, storage)}: {storage.nbytes:,} bytes"
-            fix = "Try mmap=True." if device == "cpu" else f"{device} is full; map_location='cpu' leaves it alone."
+            fix = f"{device} is full; map_location='cpu' leaves it alone."
+            if device == "cpu":
+                fix = "Try mmap=True." if os.path.isfile(self._file.path) else ""
             raise DoesNotFitError(what, where=self._file.checkpoint.path, fix=fix) from error
 
     def check_sum(self, storage: Storage, value: int) -> None:
@@ -256,12 +259,19 @@ def _large(ranges: Sequence[Range]) -> dict[int, torch.UntypedStorage]:
     A thread allocates them. The C library gives it a heap of its own, so that nothing else lies between the storages,
     and all their memory returns to the system when they are freed. In the main thread's heap, what lies below any block
     that lives on remains. For the same reason torch's records of the storages are made before.
+
+    The next thread that the program starts gets the same heap, and its blocks may lie above storages that are freed
+    later. What such blocks keep goes back to the system here, or it would grow with each load.
     """
     import torch
 
     sizes = {index: each[2] for index, each in enumerate(ranges) if each[2] >= _LARGE and each[3] == "cpu"}
     if sys.platform != "linux" or sum(sizes.values()) < FEW_BYTES:
         return {}
+    if torch.autograd._profiler_enabled():  # noqa: SLF001 - it sees only what the thread allocates that it runs in
+        return {}
+    if hasattr(libc(), "malloc_trim"):  # musl has none
+        libc().malloc_trim(0)
     storages = {index: torch.UntypedStorage(0) for index in sizes}
 
     def allocate() -> None:
