@@ -19,18 +19,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection, InvalidURL
-from typing import NoReturn, TypeVar
+from io import BufferedReader, RawIOBase
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 from zlib import crc32
 
 from transload._version import __version__
 from transload.errors import BrokenFileError, CannotReadError, UsageError
+from transload.io.pool import has_failed
 from transload.io.sources import shown
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 BEGINNING = 128 << 10
 """Bytes of the first request. They have the header of 1,400 tensors in a safetensors file, or the index of 1,200 in a
 ``.pt`` file."""
 _TIMEOUT = 30.0  # seconds without a byte
+_TICK = 0.5  # seconds after which a thread that waits for a byte looks whether anybody still needs it
 _SLOWEST = 1 << 10  # bytes per second: a server that sends a byte every 29 seconds must not hold a load for ever
 _TRIES = 6  # in a row without _PROGRESS bytes
 _PROGRESS = 1 << 20
@@ -62,6 +68,46 @@ class _AgainError(Exception):
 # -- requests
 
 
+class _Bytes(RawIOBase):
+    """The bytes of an answer, from its first line on, as long as they are needed and enough of them come."""
+
+    def __init__(self, reader: BufferedReader, connected: socket.socket) -> None:
+        self._reader = reader  # with it, the socket stays open
+        self._socket = connected
+        self._socket.settimeout(min(_TICK, _TIMEOUT))
+        self._deadline = 0.0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        latest = time.monotonic() + _TIMEOUT
+        while True:
+            if has_failed():
+                raise _AgainError("nobody needs it any more")
+            try:
+                count = self._socket.recv_into(buffer)
+                break
+            except TimeoutError:
+                if time.monotonic() >= latest:
+                    raise
+        now = time.monotonic()
+        self._deadline = (self._deadline or now + _TIMEOUT) + count / _SLOWEST
+        if now > self._deadline:
+            raise _AgainError("it sends next to nothing")
+        return count
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = BufferedReader(_Bytes(self.fp, sock))
+
+
 class Answer:
     """The answer to a request: its status, headers and body."""
 
@@ -75,12 +121,9 @@ class Answer:
         """The headers of the first answer, which may be a redirect."""
         self.left = -1 if response.chunked or response.length is None else response.length
         """How many bytes of the body are still to be read; -1 if the server does not say it."""
-        self._deadline = time.monotonic() + _TIMEOUT
 
     def read_into(self, view: memoryview) -> int:
         """Read what one call of the system gives, straight from the socket into place; 0 at the end of the body."""
-        if time.monotonic() > self._deadline:
-            raise _AgainError("it sends next to nothing")
         if self.left < 0:
             data = self._response.read1(min(len(view), _PIECE))  # which understands chunks
             count = len(data)
@@ -89,7 +132,6 @@ class Answer:
             view = view[: self.left]
             count = self._response.fp.readinto1(view) if len(view) else 0
             self.left -= count
-        self._deadline += count / _SLOWEST
         return count
 
     def is_read(self) -> bool:
@@ -122,9 +164,13 @@ class Client:
         headers, start = dict(headers), urlsplit(owner)
         first: HTTPMessage | None = None
         for _ in range(_REDIRECTS):
-            at = urlsplit(url)
+            try:
+                at = urlsplit(url)
+                at.port  # noqa: B018 - which raises if it is no number
+            except ValueError as error:
+                raise CannotReadError("the server redirects to what is not a URL", where=shown(owner)) from error
             if at.scheme not in ("http", "https") or (start.scheme == "https" != at.scheme):
-                raise CannotReadError(f"the server redirects to {at.scheme}://, which is not safe", where=shown(url))
+                raise CannotReadError(f"the server redirects to {at.scheme}://, which is not safe", where=shown(owner))
             if at[:2] != start[:2]:
                 headers.pop("Authorization", None)
             connection, response = self._request(url, headers)
@@ -135,7 +181,10 @@ class Client:
                 target = response.headers.get("Location", "")
                 redirected = response.status in _REDIRECTED and target
                 if redirected:
-                    url = urljoin(url, quote(target, safe="/%:@!$&'()*+,;=~?#[]"))
+                    target = quote(target, safe="/%:@!$&'()*+,;=~?#[]")
+                    with suppress(ValueError):
+                        target = urljoin(url, target)
+                    url = target
                 else:
                     yield answer
                 done = answer.is_read()
@@ -148,7 +197,7 @@ class Client:
                     connection.close()
             if not redirected:
                 return
-        raise CannotReadError(f"more than {_REDIRECTS} redirects", where=shown(url))
+        raise CannotReadError(f"more than {_REDIRECTS} redirects", where=shown(owner))
 
     def _request(self, url: str, headers: Mapping[str, str]) -> tuple[HTTPConnection, HTTPResponse]:
         """Send a request over a connection that is kept, or a new one."""
@@ -160,6 +209,7 @@ class Client:
                 connection, used = idle.pop(), True
             except IndexError:
                 connection, used = _connection(at.scheme, at.hostname or "", at.port), False
+                connection.response_class = _Response
             proxied = getattr(connection, "transload_proxied", None)
             try:
                 more = {} if proxied is None else proxied
@@ -189,7 +239,12 @@ def _connection(scheme: str, host: str, port: int | None) -> HTTPConnection:
         if scheme == "http":
             return HTTPConnection(host, port, timeout=_TIMEOUT)
         return HTTPSConnection(host, port, timeout=_TIMEOUT, context=_tls())
-    via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    try:
+        via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+        via.port  # noqa: B018 - which raises if it is no number
+    except ValueError as error:
+        fix = f"Correct the variable {scheme}_proxy, or name the server in no_proxy."
+        raise UsageError("the proxy is not a valid URL", where=host, fix=fix) from error
     more = {"Proxy-Authorization": _basic(via.username, via.password)} if via.username else {}
     if scheme == "https":
         secure = HTTPSConnection(via.hostname or "", via.port or 8080, timeout=_TIMEOUT, context=_tls())
@@ -301,14 +356,25 @@ class HttpFile:
                     if begin or end != min(BEGINNING, size):
                         what = f"the server sent bytes {begin} to {end} instead of the first"
                         raise CannotReadError(what, where=self.name, fix=_DOWNLOAD)
-                    data.extend(bytes(end))
-                    self._read_exactly(answer, memoryview(data))
+                    self._read_some(answer, data, end)
                     self.size = size
                 self._version = _version(answer)
                 self._direct = answer.url
             return bytes(data)
 
         return self._patiently(read, lambda: len(data))
+
+    def _read_some(self, answer: Answer, data: bytearray, most: int) -> None:
+        """Read what a body has, at least a byte: if the connection breaks, ``fill`` gets the rest when it is needed."""
+        buffer = memoryview(bytearray(most))
+        try:
+            while len(data) < most and (count := answer.read_into(buffer)):
+                data += buffer[:count]
+        except (_AgainError, *_NETWORK_ERRORS):
+            if not data:
+                raise
+        if not data:
+            raise _AgainError(f"it closed the connection after 0 of {most:,} bytes")
 
     def _read_exactly(self, answer: Answer, view: memoryview) -> None:
         done = 0
@@ -346,6 +412,7 @@ class HttpFile:
                 self._changed()
             if (first, last) != (begin, end):
                 raise _AgainError(f"it sent bytes {first} to {last} instead of {begin} to {end}")
+            self._direct = answer.url
         elif answer.status == 200:
             if _version(answer) != self._version:
                 self._changed()
@@ -418,9 +485,13 @@ class HttpFile:
                 tries, reached = (1, position()) if progress >= _PROGRESS else (tries + 1, reached)
                 pause = _PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1)  # noqa: S311 - not a secret
                 asked = error.pause if isinstance(error, _AgainError) else 0.0
-                if tries >= _TRIES or asked > _LONGEST_PAUSE or self._is_hopeless(error):
+                pause, begun = max(pause, asked), time.monotonic()
+                over = has_failed() or tries >= _TRIES or asked > _LONGEST_PAUSE or self._is_hopeless(error)
+                while not over and time.monotonic() < begun + pause:
+                    time.sleep(min(_TICK, pause))
+                    over = has_failed()
+                if over:
                     raise self._failed(error, tries, asked) from error
-                time.sleep(max(pause, asked))
 
     def _is_hopeless(self, error: Exception) -> bool:
         """Whether an error will not go away: the address is wrong, or nobody is there."""
@@ -437,6 +508,8 @@ class HttpFile:
         if isinstance(error, ssl.SSLCertVerificationError):
             what = f"the certificate of the server is not trusted: {error.verify_message}"
             fix = "If your organization has its own certificates, name their file: SSL_CERT_FILE=ca.pem."
+        elif isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+            what, fix = "the server does not answer in TLS", "Check the port; perhaps the URL begins with http://."
         elif isinstance(error, socket.gaierror):
             what, fix = "no such server: its name is not known", "Check the URL, and the connection."
         elif isinstance(error, TimeoutError):

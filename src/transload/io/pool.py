@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Lock, Thread, local
 from typing import TextIO, TypeVar
 
 from transload.errors import UsageError
@@ -22,6 +22,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _ALONE = 4 << 20  # for fewer bytes of tensors it does not pay to start threads
 _TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a time, takes longer than reading them
 _Task = TypeVar("_Task")
+_here = local()  # the pool that a thread works for
 
 
 def cores(root: str = "") -> int:
@@ -84,6 +85,12 @@ class ThreadPool:
         self._begun: list[None] = []
         self._ended: list[None] = []
         self._wakeups: SimpleQueue[None] = SimpleQueue()
+        self._outer: ThreadPool | None = getattr(_here, "pool", None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether there was an error or an interrupt, here or in the pool that the thread works for that made this."""
+        return bool(self._errors) or (self._outer is not None and self._outer.failed)
 
     def run(
         self,
@@ -138,6 +145,7 @@ class ThreadPool:
         return len(self._threads)
 
     def _work(self, work: Callable[[], None]) -> None:
+        _here.pool = self
         self._begun.append(None)  # before ``stopped`` is read: a thread that starts too late must do nothing
         try:
             if not self.stopped:
@@ -154,6 +162,12 @@ class ThreadPool:
         with suppress(Empty):
             self._wakeups.get(timeout=seconds)
         return len(self._ended) < len(self._threads)
+
+
+def has_failed() -> bool:
+    """Whether the pool that this thread works for has failed, so that nobody needs what the thread waits for."""
+    pool: ThreadPool | None = getattr(_here, "pool", None)
+    return pool is not None and pool.failed
 
 
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:

@@ -1,0 +1,238 @@
+"""Servers that keep a reader waiting, and readers that nobody waits for any more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from tests.file_server import FileServer, Handler, serve
+from tests.makers import saved
+
+import transload
+from transload.errors import CannotReadError, ForbiddenFileError, UsageError
+from transload.io import http, pool
+
+SECRET = "hush-hush"  # noqa: S105 - what must not be printed
+STATE = {f"w{index}": torch.full((500_000,), float(index)) for index in range(8)}
+DATA = saved(STATE)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_PAUSE", 0.001)
+    for name in [*os.environ]:
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def server() -> Iterator[FileServer]:
+    with serve({"a.pt": DATA}) as server:
+        yield server
+
+
+def same(loaded: dict[str, torch.Tensor]) -> bool:
+    return loaded.keys() == STATE.keys() and all(torch.equal(loaded[name], STATE[name]) for name in STATE)
+
+
+# -- servers that send next to nothing
+
+DRIPS = {
+    "a header": (b"HTTP/1.1 200 OK\r\nX: ", b"a"),
+    "interim answers": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "the length of a chunk": (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;", b"a"),
+    "the body": (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b"a"),
+}
+
+
+@contextmanager
+def dripping(begin: bytes, drop: bytes) -> Iterator[str]:
+    """A server that sends a little every few milliseconds, for ever."""
+    ended = threading.Event()
+
+    def drip(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.recv(4096)
+            connection.sendall(begin)
+            while not ended.wait(0.02):
+                connection.sendall(drop)
+
+    def listen(listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=drip, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=listen, args=(listening,), daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/a.pt"
+        ended.set()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("part", DRIPS)
+def test_every_part_of_an_answer_must_come_at_some_speed(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "_TIMEOUT", 0.2)
+    monkeypatch.setattr(http, "_TRIES", 2)
+    monkeypatch.setattr(http, "_SLOWEST", 1 << 16)
+    start = time.monotonic()
+    with dripping(*DRIPS[part]) as url, pytest.raises(CannotReadError, match="next to nothing"):
+        transload.inspect(url)
+    assert time.monotonic() - start < 5
+
+
+def test_a_first_answer_that_breaks_off_is_not_asked_for_again(server: FileServer) -> None:
+    asked: list[str] = []
+
+    def halve(handler: Handler) -> bool:
+        asked.append(handler.headers["Range"])
+        begin, end = map(int, handler.headers["Range"][6:].split("-"))
+        handler.cut = (end + 1 - begin) // 2
+        return False
+
+    server.fault = halve
+    with pytest.raises(CannotReadError, match="closed the connection"):  # halves never end
+        transload.inspect(f"{server.url}/a.pt")
+    assert len({*asked}) == len(asked)
+    asked.clear()
+    server.fault = lambda handler: halve(handler) if not asked else False
+    assert same(transload.load(f"{server.url}/a.pt"))
+    assert int(asked[0].rpartition("-")[2]) + 1 == http.BEGINNING
+
+
+# -- addresses
+
+
+@pytest.mark.parametrize("target", ["http://[::bad/a.pt", "http://127.0.0.1:port/a.pt", "//[/"])
+def test_a_redirect_to_what_is_no_url_is_an_error_about_the_server(target: str, server: FileServer) -> None:
+    def redirect(handler: Handler) -> bool:
+        handler.reply(302, b"", {"Location": target})
+        return True
+
+    server.fault = redirect
+    with pytest.raises(CannotReadError, match="redirects to what is not a URL") as caught:
+        transload.load(f"{server.url}/a.pt")
+    assert f"{server.url}/a.pt" in str(caught.value)
+
+
+def test_a_proxy_that_is_no_url_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://me:{SECRET}@127.0.0.1:bad")
+    with pytest.raises(UsageError, match="Correct the variable http_proxy") as caught:
+        transload.load("http://model.example/a.pt")
+    assert SECRET not in str(caught.value)
+
+
+def test_a_server_without_tls_is_not_a_broken_connection(server: FileServer) -> None:
+    with pytest.raises(CannotReadError, match=r"does not answer in TLS\n.*http://"):
+        transload.load(f"{server.url.replace('http', 'https')}/a.pt")
+
+
+def test_an_address_that_replaces_an_expired_one_is_used_for_the_rest(server: FileServer) -> None:
+    origins: list[int] = []
+
+    def fault(handler: Handler) -> bool:
+        if handler.path == "/model":
+            origins.append(len(server.log))
+            handler.reply(302, b"", {"Location": f"/a.pt?signature={len(origins)}"})
+        elif handler.path.endswith("=1") and len(server.log) > 3:
+            handler.reply(403)
+        else:
+            return False
+        return True
+
+    server.fault = fault
+    assert same(transload.load(f"{server.url}/model", threads=1))
+    assert len(origins) == 2
+    assert len(server.log) > origins[-1] + 2
+
+
+# -- what nobody needs any more
+
+
+def hang(_: Handler) -> bool:
+    """Send nothing, until the test ends."""
+    end.wait(20)
+    return True
+
+
+def ask_to_wait(handler: Handler) -> bool:
+    handler.reply(503, b"", {"Retry-After": "20"})
+    return True
+
+
+end = threading.Event()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a signal to itself ends a process there")
+@pytest.mark.parametrize("fault", [hang, ask_to_wait])
+@pytest.mark.parametrize("read", [transload.load, transload.verify])
+def test_ctrl_c_ends_a_read_from_a_server_that_does_not_answer(
+    read: Callable[[str], object], fault: Callable[[Handler], bool], server: FileServer
+) -> None:
+    """Other threads end too: they look for it while they wait."""
+    end.clear()
+    later: list[float] = []
+
+    def interrupt() -> None:
+        later.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def answer(handler: Handler) -> bool:
+        if len(server.log) == 5:
+            threading.Timer(0.3, interrupt).start()
+        return len(server.log) > 4 and fault(handler)
+
+    server.fault = answer
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read(f"{server.url}/a.pt")
+        assert time.monotonic() - later[0] < 5
+    finally:
+        signal.signal(signal.SIGINT, before)
+        end.set()
+
+
+def test_an_error_ends_what_other_threads_wait_for(server: FileServer) -> None:
+    end.clear()
+
+    def answer(handler: Handler) -> bool:
+        if len(server.log) == 5:
+            handler.reply(403)
+            return True
+        return len(server.log) > 5 and hang(handler)
+
+    server.fault = answer
+    start = time.monotonic()
+    with pytest.raises(ForbiddenFileError):
+        transload.load(f"{server.url}/a.pt")
+    assert time.monotonic() - start < 5
+    end.set()
+
+
+def test_a_pool_that_a_thread_of_another_made_fails_with_that() -> None:
+    """A thread that waits in the inner pool ends when the outer one fails."""
+    waits, seen = threading.Event(), []
+
+    def wait() -> None:
+        waits.set()
+        until = time.monotonic() + 10
+        while not pool.has_failed() and time.monotonic() < until:
+            time.sleep(0.01)
+        seen.append(pool.has_failed())
+
+    def fail() -> None:
+        waits.wait(10)
+        raise EOFError
+
+    with pytest.raises(EOFError):
+        pool.ThreadPool().run([lambda: pool.ThreadPool().run([wait], lambda: None)], fail)
+    assert seen == [True]
+    assert not pool.has_failed()
