@@ -224,3 +224,40 @@ def test_only_where_each_read_waits_a_file_asks_for_what_follows(
     assert bool(asked) == (known == "waiting")
     assert (source.hints != source.descriptor) == (known == "waiting" and os.path.exists("/proc/self/fd"))
     source.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
+def test_no_more_is_asked_for_at_once_than_the_system_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, at, count, __: asked.append((at, count)))
+    ask_for(5, 1000, (300 << 10) + 1000)
+    assert asked == [(1000, 128 << 10), (1000 + (128 << 10), 128 << 10), (1000 + (256 << 10), 44 << 10)]
+
+
+def test_ranges_beyond_the_end_are_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory can name any place."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(cache, "pace", lambda *_: "waiting")
+    monkeypatch.setattr(cache, "ask_for", lambda _, begin, end: asked.append((begin, end)))
+    path = tmp_path / "x"
+    path.write_bytes(bytes(17 << 20))
+    source = FileSource(path)
+    source.prepare([(1 << 64, 8), (10, 1 << 62), (0, 5)])
+    source.close()
+    assert asked == [(17 << 20, 17 << 20), (10, 17 << 20), (0, 5)]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
+def test_the_file_system_is_looked_up_once(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def name(descriptor: int) -> str:
+        asked.append(descriptor)
+        return "tmpfs"
+
+    monkeypatch.setattr(cache, "file_system", name)
+    Clock(monkeypatch, [0.00001] * 4, None)
+    assert pace(file, 0, 1 << 30) == "quick"
+    assert asked == [file]
+    monkeypatch.undo()
+    os.close(file)

@@ -489,3 +489,18 @@ def test_thread_that_starts_too_late_does_not_use_its_lane(monkeypatch: pytest.M
         if late.thread.ident is not None:
             late.thread.join(DEADLINE)
     assert [lane.exited for lane in lanes] == [False, False]
+
+
+def test_no_lane_is_added_once_the_system_has_refused_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    start = pool.ThreadPool.start
+
+    def refuse(self: pool.ThreadPool, work: Callable[[], None]) -> bool:
+        started.append(self.started)
+        return self.started < 4 and start(self, work)
+
+    monkeypatch.setattr(pool.ThreadPool, "start", refuse)
+    lanes = [Lane(lambda _: time.sleep(0.02)) for _ in range(16)]
+    run_lanes(cells(80), lanes, first=4)
+    assert completed_jobs(lanes) == list(range(80))
+    assert started == [0, 1, 2, 3, 4]

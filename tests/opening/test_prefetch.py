@@ -8,6 +8,7 @@ import mmap
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,40 @@ def test_nothing_is_raised_and_nothing_printed(path: str, tmp_path: Path, capfd:
     assert reading.wait(DEADLINE)
     assert reading.nbytes == 0
     assert capfd.readouterr() == ("", "")
+
+
+def test_path_may_be_bytes_and_a_password_is_not_shown(tmp_path: Path) -> None:
+    as_bytes: Any = os.fsencode(tmp_path)
+    assert transload.prefetch(as_bytes).path == str(tmp_path)
+    assert "https://host/a.pt" in repr(transload.prefetch("https://me:secret@host/a.pt?sign=secret"))
+    assert "secret" not in repr(transload.prefetch("https://me:secret@host/a.pt?sign=secret"))
+
+
+def test_nothing_is_left_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    transload.prefetch(saved(tmp_path / "model.pt"))
+    assert prefetch._running == {}
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_forked_child_takes_nothing_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads that read are in the parent."""
+    path = saved(tmp_path / "model.pt")
+    slow_down(monkeypatch)
+    reading = transload.prefetch(path)
+    while not reading.nbytes:
+        time.sleep(0.01)
+    with path.open("rb") as file:
+        child = os.fork()
+        if not child:
+            os._exit(prefetch.take_over(file.fileno()))
+        assert os.waitpid(child, 0)[1] == 0
+        assert prefetch.take_over(file.fileno())
+    assert reading.wait(DEADLINE)
 
 
 @pytest.mark.usefixtures("cold")

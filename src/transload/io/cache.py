@@ -80,12 +80,14 @@ def pace(descriptor: int, begin: int, end: int) -> Pace:
     if not hasattr(os, "posix_fadvise"):  # nothing can be asked for ahead
         return "quick"
     waits: list[float] = []
-    cached = 0
+    cached, is_streaming = 0, None
     for position in _positions(begin, end):
         known = _is_cached(descriptor, position)
         if known:
             continue
-        if known is None and file_system(descriptor) in STREAMING:
+        if known is None and is_streaming is None:
+            is_streaming = file_system(descriptor) in STREAMING
+        if is_streaming:
             return "seeking"
         wait = _seconds(descriptor, position, 1)
         if wait < (_SLOW_UNKNOWN if known is None else _SLOW):

@@ -133,26 +133,21 @@ class RemoteSource(Source):
 
     def _read(self, offset: int, count: int) -> bytes:
         end = offset + count
-        begin, before = offset, b""
         if held := self._held(offset, count):
             self._check_rest(offset, end)
             return bytes(held[1][offset - held[0] : end - held[0]])
-        for start, data in self._windows:
-            if start <= offset <= start + len(data) + self.gap and start + len(data) > begin - len(before):
-                begin, before = start, data  # what is between is cheaper than another request
-        fetched = begin + len(before)
-        stop = min(self.size, max(end, fetched + _AHEAD) if count <= _KEPT else end)
-        if stop > self.size - _END and count <= _KEPT and not before:
-            fetched = begin = min(offset, max(0, self.size - _END))
-            stop = self.size
-        new = bytearray(stop - fetched)
-        self._fill(fetched, memoryview(new))
-        data = before + new if before else bytes(new)
+        begin = offset
+        if count <= _KEPT:
+            end = min(self.size, max(end, begin + _AHEAD))
+            if end > self.size - _END:
+                begin, end = min(begin, max(0, self.size - _END)), self.size
+        new = bytearray(end - begin)
+        self._fill(begin, memoryview(new))
+        data = bytes(new)
         if len(data) <= _KEPT:
             with self._lock:
-                others = (window for window in self._windows if window != (begin, before))
-                self._windows = (*others, (begin, data))[-_WINDOWS:]
-        return data[offset - begin : end - begin]
+                self._windows = (*self._windows, (begin, data))[-_WINDOWS:]
+        return data[offset - begin : offset - begin + count]
 
     def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
         """Fill a writable buffer from ``offset`` on; return the number of bytes read.

@@ -10,13 +10,14 @@ import mmap
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from threading import Lock, Thread
 
 from transload.errors import LoadError
 from transload.io.cache import STREAMING, WARM, cached_fraction, file_system
 from transload.io.paths import is_set
-from transload.io.sources import FileSource, is_url
+from transload.io.sources import FileSource, is_url, shown
 
 __all__ = ["Prefetch", "prefetch", "take_over"]
 
@@ -34,6 +35,8 @@ _USELESS = ("tmpfs", "ramfs", *STREAMING)
 
 _running: dict[Prefetch, set[tuple[int, int]]] = {}
 """The files that each reads, as device and inode."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_running.clear)  # a forked child has none of their threads
 
 
 def prefetch(path: str | os.PathLike[str]) -> Prefetch:
@@ -50,7 +53,7 @@ def prefetch(path: str | os.PathLike[str]) -> Prefetch:
     >>> import torch                        # doctest: +SKIP
     >>> transload.load("model.pt")          # doctest: +SKIP
     """
-    return Prefetch(os.fspath(path))
+    return Prefetch(os.fsdecode(path))
 
 
 class Prefetch:
@@ -64,13 +67,12 @@ class Prefetch:
         self._lock = Lock()
         self._thread = Thread(target=self._run, daemon=True)
         if hasattr(os, "preadv"):
-            _running[self] = set()
             with suppress(RuntimeError):  # the system's limit on threads
                 self._thread.start()
 
     def __repr__(self) -> str:
         state = "reading" if self._thread.is_alive() else "ended"
-        return f"<Prefetch of {self.path!r}: {state}, {self.nbytes:,} bytes>"
+        return f"<Prefetch of {shown(self.path)!r}: {state}, {self.nbytes:,} bytes>"
 
     def cancel(self) -> None:
         """Stop after the calls in progress. What was read stays in the page cache."""
@@ -93,33 +95,24 @@ class Prefetch:
                 _running[self] = {_identity(source.descriptor) for source in sources}
                 self._read(_pieces(sources), _NETWORK_THREADS if any(map(_waits, sources)) else _THREADS)
         finally:
-            del _running[self]
+            _running.pop(self, None)
             for source in sources:
                 source.close()
 
     def _read(self, pieces: Iterator[tuple[FileSource, int, int]], count: int) -> None:
+        from transload.io.pool import each
+
         scratch = memoryview(mmap.mmap(-1, _SCRATCH))
 
-        def work() -> None:
-            while not self._stopped:
-                with self._lock:
-                    source, begin, end = next(pieces, (None, 0, 0))
-                if source is None:
-                    return
-                with suppress(OSError):
-                    while begin < end and (count := _skim(source, begin, end, scratch)):
-                        begin += count
-                        with self._lock:
-                            self.nbytes += count
+        def read(piece: tuple[FileSource, int, int]) -> None:
+            source, begin, end = piece
+            with suppress(OSError):
+                while begin < end and (count := _skim(source, begin, end, scratch)):
+                    begin += count
+                    with self._lock:
+                        self.nbytes += count
 
-        threads = [Thread(target=work, daemon=True) for _ in range(count - 1)]
-        with suppress(RuntimeError):
-            for thread in threads:
-                thread.start()
-        work()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        each(takewhile(lambda _: not self._stopped, pieces), lambda: read, count)
 
 
 def take_over(descriptor: int) -> bool:
