@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import torch
-from tests.io.test_remote import FILES, SECRET, WEIGHTS, same
+from tests.io.test_remote import FILES, SECRET, WEIGHTS, dcp_files, described, same
 from tests.makers import codes
 
 import transload
@@ -126,13 +130,101 @@ def _read_all(handle: Any) -> None:
     handle._opened.check_unchanged()
 
 
+@pytest.fixture(scope="module")
+def folder(endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP directory, which the bucket has, too."""
+    base = tmp_path_factory.mktemp("dcp")
+    for name, data in dcp_files(base).items():
+        put(f"{endpoint}/bucket/dcp/{name}", data)
+    return base / "dcp"
+
+
+def test_dcp_is_described_as_on_a_disk(folder: Path) -> None:
+    assert described("s3://bucket/dcp") == described(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process(through: str) -> None:
+    url = "s3://bucket/dir/a.pt"
+    with transload.open(url) as handle:
+        anew = in_a_fork(lambda: str(transload.load(url)["layers.9.weight"].shape))
+        opened = in_a_fork(lambda: str(handle["layers.9.weight"].shape))
+    folder = in_a_fork(lambda: transload.inspect("s3://bucket/sub").path)
+    if through == "obstore":
+        for said in (anew, opened, folder):
+            assert said.startswith("CannotReadError: s3://bucket/")
+            assert "forked" in said
+            assert "spawn or forkserver" in said
+    else:
+        assert (anew, folder) == ("torch.Size([40009])", "s3://bucket/sub")
+        assert opened.startswith(f"CannotReadError: {url}: it was opened before this process was forked\nOpen it again")
+
+
+def in_a_fork(do: Callable[[], str]) -> str:
+    """What a function returns, or the error that it raises, in a forked process, which is killed if it hangs."""
+    out, into = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this process has threads
+        child = os.fork()
+    if not child:
+        try:
+            said = do()
+        except BaseException as error:  # noqa: BLE001 - for the parent
+            said = f"{type(error).__name__}: {error}"
+        os.write(into, said.encode())
+        os._exit(0)
+    try:
+        return os.read(out, 10_000).decode() if select.select([out], [], [], 15)[0] else "it hangs"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(out)
+        os.close(into)
+
+
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, through: str) -> None:
-    if through == "s3fs":
-        pytest.skip("it tries for a minute")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    login = f"me:{SECRET}@"
     monkeypatch.setattr(buckets, "_RETRIES", 1)
-    with pytest.raises(CannotReadError, match=r"^s3://bucket/dir/a\.pt: "):
+    if through == "s3fs":
+        login = ""  # it refuses one before it tries
+        s3fs = pytest.importorskip("s3fs")
+        monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+        monkeypatch.setattr(s3fs.S3FileSystem, "_cache", {})  # has the server above
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{login}127.0.0.1:9")
+    with pytest.raises(CannotReadError) as caught:
         transload.load("s3://bucket/dir/a.pt")
+    what = "s3://bucket/dir/a.pt: the endpoint http://127.0.0.1:9 does not answer"
+    assert str(caught.value) == f"{what}\nCheck AWS_ENDPOINT_URL, the region and the connection."
+    assert SECRET not in "".join(traceback.format_exception(caught.value))
+
+
+def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch, through: str) -> None:
+    if through == "s3fs":
+        pytest.skip("of obstore")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(CannotReadError, match="AWS_ENDPOINT_URL is not a URL\nBegin it with https"):
+        transload.load("s3://bucket/dir/a.pt")
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (
+            "performing PUT http://169.254.169.254/latest/api/token in 2s - ConnectError(",
+            "no credentials.*\n.* AWS_SKIP",
+        ),
+        (
+            "GET https://h:1/b in 2s - HTTP error: error sending request\nInvalidCertificate(",
+            "https://h:1 is not trusted",
+        ),
+        ("GET https://h:1/b in 2s - HTTP error: error sending request", "https://h:1 breaks off.*\nCheck AWS_END"),
+        ("GET REDACTED in 2s - HTTP error\nConnectError(", "the endpoint does not answer"),
+    ],
+)
+def test_what_obstore_says(error: str, what: str) -> None:
+    with pytest.raises(CannotReadError, match=what):
+        buckets._refuse(ValueError(error), "s3://bucket/a.pt")
 
 
 def test_credentials_of_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

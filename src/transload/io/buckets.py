@@ -16,6 +16,11 @@ from transload.io.sources import shown
 
 _BEGINNING = 128 << 10
 _SECRETS = re.compile(r"\?\S+|//[^/@\s]+@")
+_ADDRESS = re.compile(r"\bhttps?://[^\s\"]+")
+# What obstore and botocore say if nobody answers. If only TLS fails, obstore says Connect, but not ConnectError.
+_UNANSWERED = re.compile(r"\bConnectError\(|\bkind: Timeout,|\bendpoint URL: ")
+# Asked for the credentials of the machine's role, if there are no others.
+_ROLES = ("http://169.254.169.254", "http://metadata.google.internal")
 
 
 _BUCKETS = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")  # what obstore opens
@@ -33,6 +38,23 @@ def bucket_store(url: str) -> tuple[ObjectStore | FsspecStore, str]:
 
 
 # -- obstore
+
+_users: set[int] = set()  # this process, once it has used obstore, and those that had when they forked it
+
+
+def _check_process(where: str) -> None:
+    """Raise an error in a forked process where a request would wait for ever.
+
+    obstore starts its threads with the first request. They are not in forked processes, where new stores use them, too:
+    https://github.com/developmentseed/obstore/pull/441
+    """
+    _users.add(os.getpid())
+    if len(_users) > 1:
+        what = "buckets cannot be read here: this process was forked from one that had already read some"
+        fix = (
+            "Start it with spawn or forkserver (DataLoader: multiprocessing_context), or read none before it is forked."
+        )
+        raise CannotReadError(what, where=where, fix=fix)
 
 
 class ObjectFile:
@@ -75,6 +97,7 @@ class ObjectFile:
         return result.meta, memoryview(self._try(result.bytes))
 
     def _try(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        _check_process(self.name)
         try:
             return function(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - also its own, which derive from Exception alone
@@ -101,7 +124,12 @@ class ObjectStore:
         from obstore.store import from_url
 
         self._name = shown(root)
-        plain = any(os.environ.get(name, "").startswith("http://") for name in _ENDPOINTS)
+        endpoints = {name: value for name in _ENDPOINTS if (value := os.environ.get(name))}
+        for name, value in endpoints.items():
+            if root.startswith("s3") and name.startswith("AWS_") and "://" not in value:  # obstore would panic
+                fix = "Begin it with https:// or http://."
+                raise CannotReadError(f"{name} is not a URL", where=self._name, fix=fix)
+        plain = any(value.startswith("http://") for value in endpoints.values())
         client = {"connect_timeout": "10 seconds", "timeout": "5 minutes", **({"allow_http": True} if plain else {})}
         retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(minutes=1)}
         try:
@@ -118,6 +146,7 @@ class ObjectStore:
         """List what begins with a key and a slash."""
         import obstore
 
+        _check_process(self.shown(key))
         try:
             result = obstore.list_with_delimiter(self._store, key or None)
         except Exception as error:  # noqa: BLE001 - also its own, which derive from Exception alone
@@ -215,13 +244,28 @@ def _refuse(error: Exception, where: str) -> NoReturn:
     """Raise our error for that of a library, without the signatures and passwords that may be in it."""
     import errno
 
-    said = _SECRETS.sub("…", str(error)).strip().partition("\n")[0][:300] or type(error).__name__
+    text = str(error)
+    said = _SECRETS.sub("…", text).strip().partition("\n")[0][:300] or type(error).__name__
     number, fix = getattr(error, "errno", None), ""
+    address = "/".join(shown(match[0]).split("/")[:3]) if (match := _ADDRESS.search(text)) else ""
     if isinstance(error, FileNotFoundError):
         said, number, fix = "there is no such file", errno.ENOENT, "Check the URL."
     elif isinstance(error, PermissionError):
         number, fix = errno.EACCES, "Check the credentials, and that they may read it."
-    raise CannotReadError(said, where=where, fix=fix, errno=number) from error
+    elif address in _ROLES:
+        said = "there are no credentials for it, and this machine has no role"
+        names = {"s": "AWS", "g": "GOOGLE", "a": "AZURE"}.get(where[:1], "…")
+        fix = f"Set them in the environment; if the bucket is public, {names}_SKIP_SIGNATURE=true."
+    elif "InvalidCertificate" in text:
+        said = f"the certificate of {address or 'the endpoint'} is not trusted here"
+        fix = "Set SSL_CERT_FILE to the certificates of your organization."
+    elif (silent := _UNANSWERED.search(text)) or "error sending request" in text:
+        said = f"the endpoint {address}".rstrip() + (" does not answer" if silent else " breaks off the connection")
+        fix = f"Check {'AWS_ENDPOINT_URL, the region and ' if where.startswith('s3') else ''}the connection."
+    elif "not fork-safe" in text:  # what fsspec says where it reads asynchronously; it opens a file anew in any process
+        said, fix = "it was opened before this process was forked", "Open it again in this process."
+    # A traceback shows the cause, too.
+    raise CannotReadError(said, where=where, fix=fix, errno=number) from None if _SECRETS.search(text) else error
 
 
 class FsspecStore:

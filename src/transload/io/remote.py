@@ -42,8 +42,9 @@ _SUFFIXES = (
 )
 """How the names of files end. Whether anything else is a folder must be asked."""
 _METADATA = ".metadata"
+_DISTRIBUTED = (_METADATA, "meta.pt", "common.pt")  # and what Lightning and Megatron write beside it
 _USUAL = (
-    *(_METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors"),
+    *(*_DISTRIBUTED, "model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors"),
     *("pytorch_model.bin", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
     *("diffusion_pytorch_model.safetensors", "consolidated.safetensors"),
 )
@@ -567,5 +568,5 @@ def remote_folder(url: str) -> tuple[Folder, str]:
         path, query, tail = url.partition("?")
         url = path.rpartition("/")[0] + "/" + query + tail
     store, key = store_of(url)
-    usual = () if index else (_METADATA,) if name == _METADATA else _USUAL
+    usual = () if index else _DISTRIBUTED if name == _METADATA else _USUAL
     return RemoteFolder(store, key.rstrip("/") if store.lists else key, usual), index

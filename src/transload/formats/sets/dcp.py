@@ -164,6 +164,7 @@ def merge_items(merger: Merger) -> None:
     before = len(merger.tensors)
     prefix, files = merger.listing.prefix, merger.listing.files
     ranks = [name for name in files if name.endswith(".distcp")]
+    part, fact = len(merger.parts), len(merger.facts)
     merger.parts += [Part(prefix + name, "rank file", files[name]) for name in ranks]
     merger.facts.append(("rank files", f"{len(ranks):,}"))
     indexes = [METADATA] if METADATA in files else _rank_indexes(merger)
@@ -183,6 +184,10 @@ def merge_items(merger: Merger) -> None:
     for name, fields in tables.items():
         incomplete += items.add(_pairs(fields.get("storage_data")), name)
     items.merge()
+    # A web server does not list its folders: what is there are the files that the index names.
+    if others := sorted(items.sources.keys() - files.keys()):
+        merger.parts[part:part] = [Part(prefix + name, "rank file", items.sources[name].size) for name in others]
+        merger.facts[fact] = "rank files", f"{len(ranks) + len(others):,}"
     # Assemble tensors from their pieces, under their own names; what is not a tensor stays as it was read.
     whole: list[Tensor] = []
     incomplete += sorted(items.listed - entries.keys())
@@ -368,7 +373,7 @@ class _Items:
     """The items that indexes list: opened, or only placed.
 
     ``pieces`` are those of tensors, by name and position; ``values`` the objects, and ``inside`` the tensors in them.
-    ``opaque`` are the names of those that cannot be decompressed here.
+    ``opaque`` are the names of those that cannot be decompressed here. ``sources`` are the files that were opened.
     """
 
     def __init__(
@@ -385,6 +390,7 @@ class _Items:
         self.pieces: dict[str, dict[_At, Tensor]] = {}
         self.inside: dict[str, list[Tensor]] = {}
         self.values: dict[str, Value] = {}
+        self.sources: dict[str, Source] = {}
 
     def add(self, pairs: Iterable[tuple[object, object]], index: str) -> list[str]:
         """Add the places in an index; return the names of entries without a place.
@@ -423,11 +429,10 @@ class _Items:
             by_file.setdefault(place.file, []).append(place)
         tensors = sum(self._entries.get(place.name) is not None for place in self._places.values())
         opens = tensors <= FEW_ITEMS or not merger.lazy
-        sources: dict[str, Source] = {}
         merger.listing.folder.prepare([prefix + file for file in sorted(by_file)])
         for file, places in sorted(by_file.items()):
             try:
-                source = sources[file] = merger.open_file(prefix + file)
+                source = self.sources[file] = merger.open_file(prefix + file)
             except CannotReadError as error:
                 names = join_names([place.name for place in places], 3)
                 merger.note("dcp-file-missing", f"{error.what}; {len(places):,} entries need it: {names}", file)
@@ -438,26 +443,26 @@ class _Items:
             merger.note("dcp-items-unread", f"{tensors:,} pieces of tensors; objects and the index were read")
         differ: dict[str, list[str]] = {}
         for first, other in self._copies[:FEW_ITEMS] if merger.lazy else self._copies:
-            if first.file in sources and self._differ(sources, first, other):
+            if first.file in self.sources and self._differ(first, other):
                 kind = "objects" if self._entries.get(first.name) is None else "pieces of tensors"
                 differ.setdefault(kind, []).append(f"{first.name} in {first.file} and {other.file}")
         for kind, found in differ.items():
             merger.note("dcp-objects-differ", f"{len(found):,} {kind}: {join_names(found, 3)}")
 
-    def _differ(self, sources: dict[str, Source], first: _Place, other: _Place) -> bool:
+    def _differ(self, first: _Place, other: _Place) -> bool:
         """Whether two ranks have saved different items under one name, as far as their ends tell.
 
         The last bytes of an archive are its directory, with the checksums of all records.
         """
-        if other.file not in sources:
+        if other.file not in self.sources:
             try:
-                sources[other.file] = self._merger.open_file(self._merger.listing.prefix + other.file)
+                self.sources[other.file] = self._merger.open_file(self._merger.listing.prefix + other.file)
             except CannotReadError:
                 return False
         ends = []
         for place in (first, other):
             size = min(place.length, _MAX_COMPARED)
-            ends.append(sources[place.file].read(place.offset + place.length - size, size))
+            ends.append(self.sources[place.file].read(place.offset + place.length - size, size))
         return first.length != other.length or ends[0] != ends[1]
 
     def _merge_file(self, source: Source, part: str, places: list[_Place], *, opens: bool) -> None:
