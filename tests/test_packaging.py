@@ -25,8 +25,8 @@ PACKAGE = ROOT / "src" / "transload"
 # import only each other. Every room may display its own results with `render`. A new room must be listed here, and in
 # docs/architecture.md, before its first import.
 FACTS = {
-    *("_version", "checkpoint", "contents", "devices", "dtypes", "errors", "findings", "format", "frozen", "geometry"),
-    *("machine", "nodes", "steps"),
+    *("_version", "checkpoint", "contents", "credentials", "devices", "dtypes", "errors", "findings", "format"),
+    *("frozen", "geometry", "machine", "nodes", "steps"),
 }
 FRONTS = {"__init__", "__main__", "cli"}
 _FILES = {"io", "formats", "judge", "opening"}

@@ -7,6 +7,8 @@ from _pickle import PicklingError, UnpicklingError  # the same as in pickle, whi
 from io import UnsupportedOperation
 from typing import Any
 
+from transload.credentials import text_without_credentials, without_credentials
+
 __all__ = ["BrokenFileError", "BusyFileError", "CannotPickleError", "CannotReadError", "CannotWriteError"]
 __all__ += ["ConvertError", "DirectoryError", "DoesNotFitError", "FileWarning", "ForbiddenFileError"]
 __all__ += ["ForbiddenWriteError", "FullDiskError", "LandingWarning", "LoadError", "ManifestError", "MissingClassError"]
@@ -19,10 +21,11 @@ __all__ += ["UnsafeError", "UsageError"]
 class TransloadError(Exception):
     """The base of every error that transload raises on purpose; any other exception is a bug.
 
-    ``what`` is one sentence, ``where`` the file or place, ``fix`` what the user can do.
+    ``what`` is one sentence, ``where`` the file or place, ``fix`` what the user can do. URLs lose their credentials.
     """
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        what, where = text_without_credentials(what), without_credentials(where)
         super().__init__(what, where, fix)
         self.what = what
         self.where = where

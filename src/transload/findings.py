@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from transload.credentials import without_credentials
 from transload.frozen import Frozen, Plain, replace
 
 Severity = Literal["error", "warning", "note"]
@@ -130,13 +131,14 @@ def first_lines(lines: Sequence[str], most: int) -> tuple[str, ...]:
 
 
 def quoted(path: str) -> str:
-    r"""A path quoted for a shell, and in a form that no command mistakes for an option.
+    r"""A path quoted for a shell, in a form that no command mistakes for an option; a URL without its credentials.
 
     >>> quoted("my model.pt"), quoted("-x.pt"), quoted("a\nb.pt")
     ("'my model.pt'", './-x.pt', "$'a\\x0ab.pt'")
     """
     import shlex
 
+    path = without_credentials(path)
     path = f"./{path}" if path.startswith("-") else path
     if os.name == "nt":  # cmd knows only double quotes, and PowerShell these, too
         plain = all(character.isalnum() or character in "\\/:._-~+" for character in path)

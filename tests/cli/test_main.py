@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -15,7 +16,7 @@ from tests.each import each
 from tests.schema import validate
 
 import transload
-from transload import findings
+from transload import findings, verifying
 from transload.cli import commands
 from transload.cli.main import COMMANDS, main
 from transload.cli.output import print_error
@@ -158,6 +159,38 @@ def test_unexpected_exception_is_reported_as_a_bug(
     monkeypatch.setenv("TRANSLOAD_DEBUG", "1")
     assert main(["try"]) == 2
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_no_memory_is_no_bug(
+    command: Command, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    during_import = AttributeError("half of a module")
+    during_import.__context__ = MemoryError()
+    unmapped = ImportError("/lib/libffi.so.8: failed to map segment from shared object")
+    no_room = MemoryError("Unable to allocate 2.00 MiB for an array")
+    for error in (MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory"), during_import, unmapped, no_room):
+        command(error)
+        assert main(["try"]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("transload: there is not enough memory")
+        assert line.count("\n") == 1
+    for error in (
+        OSError(errno.ENOSPC, "No space left on device"),
+        ImportError(f"{unmapped}: Operation not permitted"),
+    ):
+        command(error)
+        assert main(["try"]) == 2
+        assert "memory" not in capsys.readouterr().err
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise MemoryError
+
+    monkeypatch.setattr(verifying, "verify", fail)
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", "a.pt", "--json"]) == 2
+    output = capsys.readouterr()
+    assert output.err == "transload: a.pt: there is not enough memory\n"
+    assert json.loads(output.out)["error"]["what"] == "there is not enough memory"
 
 
 def test_keyboard_interrupt_exits_quietly_with_130(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

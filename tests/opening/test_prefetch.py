@@ -224,3 +224,7 @@ def test_run_prefetches(tmp_path: Path) -> None:
     ended = subprocess.run([*command, "program.py"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "missing.pt: there is no such file to prefetch" in ended.stderr
+    command[-1] = "https://host/model.pt"
+    ended = subprocess.run([*command, "program.py"], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "transload: https://host/model.pt: --prefetch needs a file on this machine, not a URL\n"

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.file_server import serve
 
-from transload.errors import CannotReadError, ManifestError, UsageError
+from transload.errors import CannotReadError, ManifestError, MissingFileError, UsageError
 from transload.opening import inspect
 from transload.opening.digests import Difference, TensorSum, hash_of_all
 from transload.verifying import read_manifest, verify, write_manifest
@@ -153,6 +154,19 @@ def test_manifest_with_an_unhashed_tensor_is_not_written(path: Path) -> None:
     torch.save({"x": torch.zeros(1).expand(1 << 30, 1 << 10)}, path)
     with pytest.raises(ManifestError, match="not written"):
         write_manifest(str(path.with_name("m.json")), [verify(path, hashes=True)])
+
+
+def test_manifest_at_a_url(path: Path, manifest: Path) -> None:
+    with serve({"m.json": manifest.read_bytes(), "page.json": b"<html>", "model.pt": path.read_bytes()}) as server:
+        url = f"{server.url.replace('//', '//me:pw@')}/m.json?sig=1"
+        for file in (path, f"{server.url}/model.pt"):
+            result = verify(file, against=url)
+            assert (result.ok, result.sha256 != "", result.manifest) == (True, True, f"{server.url}/m.json")
+        for name in ("page.json", "model.pt"):
+            with pytest.raises(ManifestError, match="not a manifest"):
+                verify(path, against=f"{server.url}/{name}")
+        with pytest.raises(MissingFileError):
+            verify(path, against=f"{server.url}/none.json")
 
 
 def test_missing_manifest_is_an_error(path: Path) -> None:

@@ -23,6 +23,7 @@ from transload.cli.output import (
 from transload.devices import refuse_unknown
 from transload.errors import CannotReadError, TransloadError, UsageError
 from transload.findings import quoted
+from transload.io.sources import shown
 
 _REGEX = frozenset("\\^$*+?()[]{}|")
 
@@ -55,7 +56,7 @@ def run_convert(arguments: Namespace) -> int:
         blocks = [*listing(arguments.path, candidates)]
         code, written = write_page(blocks, arguments, 0)
         if arguments.json:
-            write_json([{"schema": 1, "path": arguments.path, "parts": [part._asdict() for part in candidates]}])
+            write_json([{"schema": 1, "path": shown(arguments.path), "parts": [part._asdict() for part in candidates]}])
         else:
             show([*blocks, *written], arguments.color)
         return code
@@ -202,8 +203,8 @@ def run_verify(arguments: Namespace) -> int:
     paths = expand_paths(named)
     hashes = arguments.hash or bool(arguments.write)
     examine = partial(verify, hashes=hashes, values=arguments.values, against=manifest, progress=True)
-    shown = {"hashes": arguments.hash}
-    done, _, code = for_each(arguments, paths, examine, partial(report, **shown), partial(several, **shown))
+    lists = {"hashes": arguments.hash}
+    done, _, code = for_each(arguments, paths, examine, partial(report, **lists), partial(several, **lists))
     if arguments.write and code:
         print_error(TransloadError("not written, since a file has a problem (see above)", where=arguments.write))
     elif arguments.write:

@@ -11,6 +11,7 @@ from time import monotonic, sleep, time
 from typing import TYPE_CHECKING
 
 from transload.cli.output import print_error, refuse_page, show, show_result, write_page
+from transload.credentials import without_credentials
 from transload.errors import CannotReadError, TransloadError, UsageError
 
 if TYPE_CHECKING:
@@ -235,6 +236,7 @@ def _names(paths: list[str]) -> list[str]:
     >>> _names(["out/gpu1.json", "out/gpu2.json"]), _names(["out/0/stdout.log", "out/1/stdout.log"])
     (['gpu1', 'gpu2'], ['0', '1'])
     """
+    paths = [*map(without_credentials, paths)]
     names = ["standard input" if path == "-" else os.path.basename(path).removesuffix(".json") for path in paths]
     if len({*names}) == len(names):
         return names
@@ -261,6 +263,10 @@ def _gather(arguments: Namespace) -> int:
     from transload.render.json import to_json
     from transload.render.lines import as_text
 
+    if arguments.gather:
+        from transload.io.atomic import target_path
+
+        target_path(arguments.gather)  # which refuses a URL
     rank, size, _ = job_of(os.environ)
     if rank == 0 and arguments.html is not None:  # other ranks write no page, and may have no such folder
         refuse_page(arguments.html, overwrite=arguments.force)

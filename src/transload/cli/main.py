@@ -65,13 +65,14 @@ def main(argv: list[str] | None = None) -> int:
         _silence_stdout()
         return 141  # 128 + SIGPIPE
     except Exception as error:  # noqa: BLE001  the last resort
-        from transload.cli.output import as_bug, print_error
+        from transload.cli.output import as_ours, is_out_of_memory, print_error
         from transload.errors import TransloadError
 
-        if isinstance(error, OSError) and not isinstance(error, TransloadError):  # reading raises TransloadError
+        ours = isinstance(error, TransloadError)
+        if isinstance(error, OSError) and not (ours or is_out_of_memory(error)):  # reading raises TransloadError
             _silence_stdout()
             error = TransloadError(f"cannot write the result: {error.strerror or error}")
-        print_error(error if isinstance(error, TransloadError) else as_bug(error))
+        print_error(error if isinstance(error, TransloadError) else as_ours(error))
         return 2
     return code() if callable(code) else code
 
@@ -136,13 +137,12 @@ def _dispatch(argv: list[str]) -> Outcome:
         # Programs get the error as JSON; people read it on stderr.
         if getattr(arguments, "json", False) in (True, "-") and isinstance(error, TransloadError):
             from transload.cli.output import write_json
-            from transload.io.sources import shown
             from transload.render.json import error_to_dict
 
             path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
             if command == "run":
                 path = arguments.words[0]
-            write_json([error_to_dict(shown(path), error)])
+            write_json([error_to_dict(path, error)])
         raise
     return code
 
@@ -163,6 +163,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
         def error(self, message: str) -> NoReturn:
             from difflib import get_close_matches
 
+            from transload.credentials import text_without_credentials
             from transload.findings import quoted
 
             options = self._option_string_actions
@@ -172,7 +173,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
                 message += f"; to name the file: {quoted(word)}"
             elif near := get_close_matches(word.partition("=")[0], options, 1, 0.7):
                 message += f"; did you mean {near[0]}?"
-            super().error(message)
+            super().error(text_without_credentials(message))
 
     does = COMMANDS[command]
     options, _, epilog = help_section(command).partition("\n\n")
@@ -230,8 +231,13 @@ def run_run(arguments: Namespace) -> Callable[[], int]:
     how["report"] = _report_of_changes(arguments.json, overwrite=arguments.force) if arguments.json else None
     program = program_of(words, module=arguments.module, device=checked(arguments.device), **how)
     for path in arguments.prefetch or ():
+        from transload.io.sources import is_url
         from transload.opening.prefetch import prefetch
 
+        if is_url(path):
+            from transload.errors import UsageError
+
+            raise UsageError("--prefetch needs a file on this machine, not a URL", where=path)
         if not os.path.exists(path):
             from transload.errors import CannotReadError
 
@@ -256,6 +262,7 @@ def _report_of_changes(out: str, *, overwrite: bool) -> Callable[[dict[str, Any]
     """A function that writes the report of ``run --json``; false if it cannot, which it prints."""
     from transload.cli.output import print_error, refuse_page
     from transload.errors import TransloadError
+    from transload.io.atomic import target_path
     from transload.render.json import to_json
 
     ranks, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK")
@@ -263,7 +270,7 @@ def _report_of_changes(out: str, *, overwrite: bool) -> Callable[[dict[str, Any]
         if ranks != "1" and rank:  # each process of a launcher has its own report
             name, dot, kind = out.rpartition(".")
             out = f"{name}.rank{rank}.{kind}" if dot and os.sep not in kind else f"{out}.rank{rank}"
-        out = os.path.join(os.getcwd(), out)  # the program may change the directory
+        out = os.path.join(os.getcwd(), target_path(out))  # the program may change the directory
         refuse_page(out, lambda start: start.startswith(b'{\n"schema": 1,\n"path": '), overwrite=overwrite)
 
     def report(document: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from errno import ENOMEM
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +89,8 @@ def finish_retag(path: str) -> None:
             print(f"transload: {path_text(path)}: {RECOVERED[outcome]}", file=sys.stderr)
 
 
-def as_bug(error: Exception, where: str = "") -> TransloadError:
-    """The error to show for an exception that is a bug; ``TRANSLOAD_DEBUG`` also prints its traceback."""
+def as_ours(error: Exception, where: str = "") -> TransloadError:
+    """The error to show for any other exception: a bug, unless there is no memory; ``TRANSLOAD_DEBUG`` shows where."""
     if os.environ.get("TRANSLOAD_DEBUG"):
         from traceback import print_exception
 
@@ -97,8 +98,21 @@ def as_bug(error: Exception, where: str = "") -> TransloadError:
     from transload.errors import TransloadError
     from transload.render.words import printable
 
-    what = f"this is a bug in transload: {type(error).__name__}: {printable(str(error))}"
+    said = printable(str(error))
+    if is_out_of_memory(error):
+        error.__traceback__ = None  # its frames hold what has filled the memory
+        return TransloadError(f"there is not enough memory{f': {said}' if said else ''}", where=where)
+    what = f"this is a bug in transload: {type(error).__name__}: {said}"
     return TransloadError(what, where=where, fix="Please report it, with the output of TRANSLOAD_DEBUG=1.")
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory has run out. An import that fails for this reason may raise anything because of it."""
+    if error is None or isinstance(error, MemoryError) or getattr(error, "errno", None) == ENOMEM:
+        return error is not None
+    # For any other reason, the loader of the system says it at the end.
+    unmapped = isinstance(error, ImportError) and str(error).endswith("failed to map segment from shared object")
+    return unmapped or is_out_of_memory(error.__cause__ or error.__context__)
 
 
 def for_each(
@@ -129,7 +143,7 @@ def for_each(
         except Exception as error:  # noqa: BLE001, PERF203  a bug with one file must not hide the others
             from transload.errors import TransloadError
 
-            failed[place] = error if isinstance(error, TransloadError) else as_bug(error, shown(path))
+            failed[place] = error if isinstance(error, TransloadError) else as_ours(error, path)
             print_error(failed[place])
     results = list(done.values())
     errors = {shown(paths[place]): error for place, error in failed.items()}
@@ -149,7 +163,7 @@ def for_each(
         from transload.render.json import error_to_dict
 
         documents = [
-            error_to_dict(shown(path), failed[place]) if place in failed else done[place].to_dict()
+            error_to_dict(path, failed[place]) if place in failed else done[place].to_dict()
             for place, path in enumerate(paths)
         ]
         if paths[1:] and [*arguments.paths] == paths[:1]:  # a directory, and what is beside the checkpoint in it

@@ -252,6 +252,9 @@ def _refuse(error: Exception, where: str) -> NoReturn:
         said, number, fix = "there is no such file", errno.ENOENT, "Check the URL."
     elif isinstance(error, PermissionError):
         number, fix = errno.EACCES, "Check the credentials, and that they may read it."
+    elif text.startswith("Protocol not known"):
+        said = f"nothing here opens {where.partition('://')[0]}://"
+        fix = "URLs begin with https://, http://, hf://, s3://, gs://, az://, or what fsspec opens."
     elif address in _ROLES:
         said = "there are no credentials for it, and this machine has no role"
         names = {"s": "AWS", "g": "GOOGLE", "a": "AZURE"}.get(where[:1], "…")

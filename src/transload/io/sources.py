@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, BinaryIO
 
+from transload.credentials import without_credentials
 from transload.frozen import NamedTuple
 
 if TYPE_CHECKING:  # a file that can be read needs no errors
@@ -194,7 +195,7 @@ class FileSource(Source):
         from transload.io.cache import ask_for
 
         for offset, count in ranges if self.pace != "quick" else ():
-            ask_for(self.hints, offset, offset + count)
+            ask_for(self.hints, min(offset, self.size), min(offset + count, self.size))  # a header may say anything
 
     def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
         """Fill a writable buffer from ``offset`` on; with ``ahead``, ask for what follows, if each read waits."""
@@ -471,12 +472,7 @@ def shown(path: str | os.PathLike[str]) -> str:
     >>> shown("https://me:secret@host/a.pt?X-Amz-Signature=1f")
     'https://host/a.pt'
     """
-    path = os.fspath(path)
-    if not is_url(path):
-        return path
-    import re
-
-    return re.sub(r"[?#].*?(?=::|$)", "", re.sub(r"//[^/?#]*@", "//", path), flags=re.DOTALL)
+    return without_credentials(os.fspath(path))
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from transload.checkpoint import Key, Tensor
 from transload.contents import Value
+from transload.credentials import text_without_credentials
 from transload.errors import BrokenFileError, LoadError, TransloadError, UsageError
 from transload.findings import join_names
 from transload.formats.graph import call_items, short_key
@@ -91,7 +92,7 @@ class CheckpointReader(StorageReader):  # type: ignore[misc] # its type is unkno
         self.checkpoint_id: Any = path
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.checkpoint_id!r})"
+        return text_without_credentials(f"{type(self).__name__}({self.checkpoint_id!r})")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

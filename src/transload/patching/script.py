@@ -177,7 +177,9 @@ def _module(words: list[str]) -> _Found:
         # As pdb and trace do: it supports packages with a __main__, and has Python's messages for what cannot be run.
         _, spec, code = runpy._get_module_details(words[0], _NoModuleError)  # type: ignore[attr-defined]
     except _NoModuleError as error:
-        sys.exit(f"transload run: {error}")
+        from transload.credentials import text_without_credentials
+
+        sys.exit(f"transload run: {text_without_credentials(str(error))}")
     sys.argv[0] = spec.origin
     return spec.origin, spec.loader, spec, code
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from transload.credentials import without_credentials
+
 if TYPE_CHECKING:
     from transload.errors import TransloadError
 
@@ -41,7 +43,7 @@ def to_json(documents: Iterable[dict[str, Any]], *, several: bool) -> Iterator[s
 def error_to_dict(path: str, error: TransloadError) -> dict[str, Any]:
     """The object for a file that could not be read."""
     detail = {"what": error.what, "where": error.where, "fix": error.fix, "errno": getattr(error, "errno", None)}
-    return {"schema": 1, "path": path, "ok": False, "error": detail}
+    return {"schema": 1, "path": without_credentials(path), "ok": False, "error": detail}
 
 
 def _text(value: object) -> str:

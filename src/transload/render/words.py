@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from transload.credentials import without_credentials
+
 LIMIT = 160
 """The longest name that is shown completely by default. A pickle may have a key of a gigabyte."""
 
@@ -46,11 +48,12 @@ def printable(text: str, limit: int | None = LIMIT) -> str:
 
 
 def path_text(path: str, limit: int | None = LIMIT) -> str:
-    r"""A path as ``printable`` shows it, or as a shell reads it if its bytes are not UTF-8.
+    r"""A path as ``printable`` shows it, or as a shell reads it if its bytes are not UTF-8; a URL without credentials.
 
     >>> path_text("my model.pt"), path_text("\udcff.pt")
     ('my model.pt', "$'\\xff.pt'")
     """
+    path = without_credentials(path)
     if not path.isascii() and any("\udc80" <= char <= "\udcff" for char in path):
         from transload.findings import quoted
 

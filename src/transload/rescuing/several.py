@@ -14,7 +14,7 @@ from transload.dtypes import ITEMSIZE
 from transload.frozen import replace
 from transload.geometry import Box, box_words
 from transload.io.packed import Assembly
-from transload.io.sources import BytesSource, Progress, Source
+from transload.io.sources import BytesSource, Progress, Source, shown
 from transload.judge.problems import rule_of
 from transload.opening import OpenCheckpoint
 from transload.opening.damage import Key, bad_storages, damages, key_of, records_of, sum_records
@@ -123,7 +123,7 @@ def rescue_files(
         objects = [problem for problem in checkpoint.problems if problem.code == "dcp-object-missing"]
         unread += [LostRecord(problem.where or problem.detail, "no file has it") for problem in objects]
         done = bool(target and how != "nothing" and not dry_run)
-        files = (path, target, report_path(target), checkpoint.format, checkpoint.nbytes, how, done)
+        files = (shown(path), target, report_path(target), checkpoint.format, checkpoint.nbytes, how, done)
         result = Rescue(*files, tuple(outcomes), tuple(unread), tuple(repairs), fill or "", warnings=tuple(warnings))
         if not done:
             return result

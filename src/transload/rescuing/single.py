@@ -18,7 +18,7 @@ from transload.formats.torch_legacy import looks_like_legacy
 from transload.io import gc_paused
 from transload.io.paths import folder_of, is_folder, open_source
 from transload.io.pool import progress_counter
-from transload.io.sources import Progress, Source, SourceLike
+from transload.io.sources import Progress, Source, SourceLike, shown
 from transload.judge import judge
 from transload.rescuing import compose
 from transload.rescuing.archive import (
@@ -121,7 +121,7 @@ def rescue_file(
                     new_file.write([data])
                     if report_progress is not None:
                         report_progress(count)
-        file = (path or source.name, target, report_path(target), checkpoint.format, source.size, how, done)
+        file = (shown(path) or source.name, target, report_path(target), checkpoint.format, source.size, how, done)
         return Rescue(*file, tuple(tensors), records, recovered.repairs, fill or "", found, tuple(warnings))
 
 

@@ -12,7 +12,8 @@ from transload.errors import ManifestError, TransloadError
 from transload.format import FORMATS
 from transload.frozen import NamedTuple
 from transload.io.atomic import AtomicFile, refuse_missing_directory, target_path
-from transload.io.sources import FileSource, real_path
+from transload.io.paths import is_folder, open_source
+from transload.io.sources import real_path, shown
 from transload.opening import inspect
 from transload.opening.digests import TensorSum
 from transload.verifying.report import Verification
@@ -70,9 +71,9 @@ def refuse_target(path: str, *, overwrite: bool) -> None:
 
 def read_manifest(path: str) -> Manifest:
     """Read a manifest; ``ManifestError`` if it is something else, ``CannotReadError`` if it cannot be read."""
-    if os.path.isdir(path):
+    if is_folder(path):
         raise _not_a_manifest(path, "it is a directory")
-    source = FileSource(path)
+    source = open_source(path)
     try:
         if source.size > _MAX:
             raise _not_a_manifest(path, f"it has {source.size:,} bytes")
@@ -80,7 +81,7 @@ def read_manifest(path: str) -> Manifest:
     finally:
         source.close()
     try:
-        return Manifest(path, tuple(_entries(json.loads(text))))
+        return Manifest(shown(path), tuple(_entries(json.loads(text))))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         invalid = isinstance(error, json.JSONDecodeError | UnicodeDecodeError)
         why = "it is not JSON" if invalid else f"it has no {error}" if isinstance(error, KeyError) else str(error)

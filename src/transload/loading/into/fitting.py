@@ -148,7 +148,7 @@ def _named(text: str) -> Any:
     if text.startswith(_TRANSFORMERS):
         return _of_transformers(text.removeprefix(_TRANSFORMERS))
     module, colon, path = text.partition(":")
-    if not (module and colon and path):
+    if not (module and colon and path) or "/" in text or "\\" in text:  # Python's error would quote a part of a URL
         raise UsageError(f"--model is {text!r}", fix=_FIX)
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as python -m does
