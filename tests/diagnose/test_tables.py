@@ -57,7 +57,7 @@ def test_tables_are_read_from_a_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(packed, "w") as archive:
         for package in ("transload", "transload/diagnose"):
             archive.writestr(f"{package}/__init__.py", "")
-        for name in ("findings.py", "frozen.py", "steps.py"):
+        for name in ("credentials.py", "findings.py", "frozen.py", "steps.py"):
             archive.write(FOLDER.parent.parent / name, f"transload/{name}")
         for path in FOLDER.glob("*.*"):
             archive.write(path, f"transload/diagnose/tables/{path.name}")
