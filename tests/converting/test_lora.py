@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from tests.each import for_each
+from tests.file_server import Handler, serve
 
 from transload.cli.main import main
 from transload.converting import convert
@@ -70,6 +71,27 @@ def test_product_is_added_and_everything_else_stays(name: str, base: dict[str, A
     stored = base.keys() - ({"m.head.weight"} if name != "new.pt" else set())
     assert new.keys() == stored
     assert all(torch.equal(new[key], base[key]) for key in stored - {"m.fc.weight"})
+
+
+def test_an_adapter_at_a_url_keeps_its_key(base: dict[str, Any], tmp_path: Path) -> None:
+    """Also where its configuration is asked for."""
+    tensors = pair(2, 4, 5, "m.fc")
+    expected = merged(tmp_path, tensors)
+    files = {f"ad/{file.name}": file.read_bytes() for file in (tmp_path / "ad").iterdir()}
+
+    def check(handler: Handler) -> bool:
+        if handler.path.endswith("?key=a/b"):
+            return False
+        handler.reply(403)
+        return True
+
+    with serve(files) as server:
+        server.fault = check
+        url = f"{server.url}/ad/adapter_model.safetensors?key=a/b"
+        convert(tmp_path / "base.pt", tmp_path / "far.pt", lora=url)
+    loaded = torch.load(tmp_path / "far.pt", weights_only=True)
+    assert loaded.keys() == expected.keys() == base.keys()
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
 
 
 def test_scale_is_that_of_each_module(base: dict[str, Any], tmp_path: Path) -> None:

@@ -118,8 +118,15 @@ def _adapter_config(path: str) -> dict[str, Any]:
     """What the ``adapter_config.json`` of an adapter says: in its folder, or beside its file."""
     from transload.formats.adapters import CONFIG, read_config
 
-    parent = path if is_folder(path) else path.rpartition("/")[0] if is_url(path) else os.path.dirname(path)
-    folder = folder_of(parent or os.curdir)[0]
+    if is_folder(path):
+        parent = path
+    elif is_url(path):
+        from transload.io.remote import parent_of
+
+        parent = parent_of(path)
+    else:
+        parent = os.path.dirname(path) or os.curdir
+    folder = folder_of(parent)[0]
     fix = "Name the folder that peft's save_pretrained wrote: it says the scale and the type of the adapter."
     try:
         with closing(folder.open(CONFIG)) as source:

@@ -560,13 +560,22 @@ def is_remote_folder(url: str) -> bool:
     return False
 
 
+def parent_of(url: str) -> str:
+    """The URL of the folder that a file is in.
+
+    >>> parent_of("https://host/runs/model.pt?key=a/b")
+    'https://host/runs/?key=a/b'
+    """
+    path, query, tail = url.partition("?")
+    return path.rpartition("/")[0] + "/" + query + tail
+
+
 def remote_folder(url: str) -> tuple[Folder, str]:
     """The folder of a checkpoint of several files, and the name of its index if the URL is that."""
     name = shown(url).rpartition("/")[2]
     index = name if name.endswith(".index.json") else ""
     if index or name == _METADATA:
-        path, query, tail = url.partition("?")
-        url = path.rpartition("/")[0] + "/" + query + tail
+        url = parent_of(url)
     store, key = store_of(url)
     usual = () if index else _DISTRIBUTED if name == _METADATA else _USUAL
     return RemoteFolder(store, key.rstrip("/") if store.lists else key, usual), index
