@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -290,6 +292,31 @@ def test_folders(server: FileServer, tmp_path: Path) -> None:
         transload.inspect(f"{server.url}/nothing/")
     del server.files["x/model-00003-of-00003.safetensors"]
     assert "shard-missing" in codes(transload.inspect(index))
+
+
+def test_connections_end_with_what_uses_them(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when garbage is collected, which may be much later."""
+    clients: list[weakref.ref[http.Client]] = []
+    create = http.Client.__init__
+
+    def note(client: http.Client) -> None:
+        clients.append(weakref.ref(client))
+        create(client)
+
+    monkeypatch.setattr(http.Client, "__init__", note)
+    server.files["x/model.safetensors"] = FILES["a.safetensors"]
+    gc.collect()
+    gc.disable()
+    try:
+        for url in (f"{server.url}/x/", f"{server.url}/a.pt"):
+            transload.inspect(url)
+            transload.load(url)
+            with transload.open(url) as handle:
+                handle["layers.1.weight"]
+        assert len(clients) >= 6
+        assert {client() for client in clients} == {None}
+    finally:
+        gc.enable()
 
 
 def dcp_files(folder: Path) -> dict[str, bytes]:

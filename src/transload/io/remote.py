@@ -326,7 +326,7 @@ class RemoteFolder(Folder):
         self._usual = usual
         self._store = store
         self._key = key
-        self._listings: dict[str, Listing] = {}
+        self._listings: dict[str, Entries] = {}
         self._opened: dict[str, RemoteSource | CannotReadError] = {}
         self._read_ahead = deque[RemoteSource]()
 
@@ -338,13 +338,13 @@ class RemoteFolder(Folder):
     def list(self, below: str = "", most: int = MAX_ENTRIES) -> Listing:
         """List the folder, or one below it, sorted by name; ``CannotReadError`` if that fails."""
         known = self._listings.get(below)
-        if known is None or (known.cut and known.entries < most):
+        if known is None or (known[2] and len(known[0]) + len(known[1]) < most):
             key = self._join(below)
             files, folders, cut = self._store.list(key, most) if self._store.lists else (self._look(below), (), False)
-            prefix = f"{below}/" if below else ""
-            known = Listing(self, prefix, dict(sorted(files.items())), tuple(sorted(folders)), cut=cut)
-            self._listings[below] = known
-        return known
+            known = self._listings[below] = dict(sorted(files.items())), tuple(sorted(folders)), cut
+        files, folders, cut = known
+        # Kept without this folder, or connections would stay open until garbage is collected.
+        return Listing(self, f"{below}/" if below else "", files, tuple(folders), cut=cut)
 
     def _look(self, below: str) -> dict[str, int]:
         """The files of the usual names that a folder has, if it cannot be listed."""
@@ -376,7 +376,9 @@ class RemoteFolder(Folder):
             try:
                 self._opened[name] = self._source(name)
             except CannotReadError as error:
-                self._opened[name] = error
+                # Where it was raised refers to this folder: connections would stay open until garbage is collected.
+                error.__cause__ = error.__context__ = None
+                self._opened[name] = error.with_traceback(None)
 
         wanted = [name for name in names if name not in self._opened][:_MOST_OPENED]
         together([partial(one, name) for name in wanted])
