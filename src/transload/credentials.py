@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-# Where a URL begins in a path: at the colon of its scheme, which has two characters or more, unlike a drive. A mistyped
-# one has credentials, too: "http:/host", "https//host", and one with anything before it.
-_SCHEME = r"(?:(?<=[^/\\:]{2}):/+|https?(?::|[;./]{2})/*)"
-# What follows it if there is no login: the name of a host or a bucket, and a port.
-_HOST = r"(?:\[[^\]]*\]|[^/?#@:\[]*)(?::\d*)?(?:[/?#]|::|$)"
+# Where a URL begins, after its scheme, which has two characters or more. A mistyped one has credentials, too:
+# "http:/host", "https//host", "htp://host", and one with anything before it.
+_BEGIN = r"(?<=[\w+.-]{2})://|https?(?::/*|[;.]?//+)|\b(?:s3a?|gs|hf|az|abfss?):/"
+# What follows if there is no login: the name of a host or a bucket, and a port.
+_HOST = r"(?:\[[^\]]*\]|[^/?#@:\[]*)(?::\d*)?(?:[/?#]|$)"
+_CHAIN = r"::(?=[^/\\:]{2,}:/)"  # one URL may follow another, as in zip://a.pt::https://host/a.zip
+_AFTER = "'\">)].,:;"  # what may follow a URL in a message
 
 
 def without_credentials(path: str) -> str:
@@ -19,15 +21,7 @@ def without_credentials(path: str) -> str:
         return path
     import re
 
-    whole, arrow, place = path.partition(" › ")  # a place in a file, whose name may be anything
-    whole = re.sub(rf"({_SCHEME})[^/?#]*@", r"\1", whole, flags=re.IGNORECASE)
-    # With a slash or a question mark in a password, nobody knows where it ends.
-    whole = re.sub(rf"({_SCHEME})(?!{_HOST}).*@.*", r"\1…", whole, flags=re.IGNORECASE | re.DOTALL)
-    begin = re.search(_SCHEME, whole, re.IGNORECASE)
-    if begin is not None:
-        query = r"[?#].*?(?=::[^/\\:]{2,}:/|$)"  # one URL may follow another, as in zip://a.pt::https://host/a.zip
-        whole = whole[: begin.end()] + re.sub(query, "", whole[begin.end() :], flags=re.DOTALL)
-    return f"{whole}{arrow}{place}"
+    return "::".join(map(_plain, re.split(_CHAIN, path)))
 
 
 def text_without_credentials(text: str) -> str:
@@ -40,4 +34,22 @@ def text_without_credentials(text: str) -> str:
         return text
     import re
 
-    return re.sub(r"[^\s'\"<>]*[^\s'\"<>.,:;)]", lambda word: without_credentials(word[0]), text)
+    def cleaned(word: re.Match[str]) -> str:
+        bare = word[0].rstrip(_AFTER)
+        return without_credentials(bare) + word[0][len(bare) :]
+
+    return re.sub(r"\S+", cleaned, text)
+
+
+def _plain(url: str) -> str:
+    """One URL without its login and its query; anything else as it is."""
+    import re
+
+    begin = re.search(_BEGIN, url, re.IGNORECASE)
+    if begin is None:
+        return url
+    rest = url[begin.end() :]
+    rest = rest[re.split("[/?#]", rest, maxsplit=1)[0].rfind("@") + 1 :]
+    if "@" in rest and not re.match(_HOST, rest):
+        rest = "…"  # with a slash or a question mark in a password, nobody knows where it ends
+    return url[: begin.end()] + re.split("[?#]", rest, maxsplit=1)[0]

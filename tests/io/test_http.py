@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 import torch
-from tests.file_server import FileServer, Handler, serve
+from tests.file_server import TLS, FileServer, Handler, serve
 from tests.makers import saved
 
 import transload
 from transload.errors import CannotReadError, ForbiddenFileError, UsageError
-from transload.io import http, pool
+from transload.io import http, pool, remote
 
 SECRET = "hush-hush"  # noqa: S105 - what must not be printed
 STATE = {f"w{index}": torch.full((500_000,), float(index)) for index in range(8)}
@@ -106,6 +107,47 @@ def test_a_first_answer_that_breaks_off_is_not_asked_for_again(server: FileServe
     server.fault = lambda handler: halve(handler) if not asked else False
     assert same(transload.load(f"{server.url}/a.pt"))
     assert int(asked[0].rpartition("-")[2]) + 1 == http.BEGINNING
+
+
+def test_more_than_was_announced_is_not_taken_for_the_file(server: FileServer) -> None:
+    """Without a length, the body ends with the connection."""
+
+    def add(handler: Handler) -> bool:
+        begin, end = map(int, handler.headers["Range"][6:].split("-"))
+        handler.send_response(206)
+        handler.send_header("Content-Range", f"bytes {begin}-{end}/{len(DATA)}")
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        handler.wfile.write(DATA[begin : end + 1] + b"more" * 10_000)
+        return True
+
+    server.fault = add
+    with closing(remote.open_url(f"{server.url}/a.pt")) as source:
+        assert source.read(http.BEGINNING, 8) == DATA[http.BEGINNING :][:8]
+
+
+def test_a_handshake_behind_a_proxy_may_take_longer_than_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(TLS / "here.pem")
+    monkeypatch.setattr(http, "_tls", lambda: ssl.create_default_context(cafile=str(TLS / "ca.pem")))
+    monkeypatch.setattr(http, "_TICK", 0.05)
+    monkeypatch.setattr(http, "_TRIES", 1)
+
+    def answer(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            time.sleep(0.3)
+            with suppress(OSError), context.wrap_socket(connection, server_side=True) as secure:
+                secure.recv(4096)
+                secure.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, args=(listening,), daemon=True).start()
+        monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with closing(remote.open_url("https://localhost:1/a.pt")) as source:
+            assert source.read(0, 3) == b"abc"
 
 
 # -- addresses
@@ -215,6 +257,31 @@ def test_an_error_ends_what_other_threads_wait_for(server: FileServer) -> None:
     with pytest.raises(ForbiddenFileError):
         transload.load(f"{server.url}/a.pt")
     assert time.monotonic() - start < 5
+    end.set()
+
+
+def test_an_error_in_a_thread_ends_what_the_caller_waits_for(server: FileServer) -> None:
+    end.clear()
+    mine = threading.Event()
+
+    def answer(handler: Handler) -> bool:
+        mine.set()
+        return hang(handler)
+
+    def read() -> None:
+        with closing(remote.open_url(f"{server.url}/a.pt")) as source:
+            server.fault = answer
+            source.read(len(DATA) // 2, 10)
+
+    def fail() -> None:
+        mine.wait(10)
+        raise EOFError
+
+    start = time.monotonic()
+    with pytest.raises(EOFError):
+        pool.ThreadPool().run([fail], read)
+    assert time.monotonic() - start < 5
+    assert not pool.has_failed()
     end.set()
 
 

@@ -629,7 +629,8 @@ def test_urls_in_messages() -> None:
         ("https://me:p@w@host:80/@a/b.pt?x", "https://host:80/@a/b.pt"),
         ("https://me:pw@[::1]:80/a@b.pt?x", "https://[::1]:80/a@b.pt"),
         ("https://host?sig=a@b", "https://host"),
-        ("https://host/a.pt?x › data.pkl › a?b#c", "https://host/a.pt › data.pkl › a?b#c"),
+        ("https://host/a.pt › data.pkl", "https://host/a.pt › data.pkl"),
+        ("https://host/a › b.pt?sig=1", "https://host/a › b.pt"),
         # mistyped
         (" https://me:pw@host/a.pt?x", " https://host/a.pt"),
         ("'https://me:pw@host/a.pt?x", "'https://host/a.pt"),
@@ -645,11 +646,23 @@ def test_urls_in_messages() -> None:
         ("C:/a?b@c", "C:/a?b@c"),
         ("runs/a?b.pt", "runs/a?b.pt"),
         ("/runs/12:30@host/a#b?.pt", "/runs/12:30@host/a#b?.pt"),
+        ("me@host:/data/a#1.pt", "me@host:/data/a#1.pt"),
+        ("/runs:/a#1/model.safetensors.index.json", "/runs:/a#1/model.safetensors.index.json"),
+        ("--out=C:/me@corp/a#1.pt", "--out=C:/me@corp/a#1.pt"),
+        ("src/http.py#3", "src/http.py#3"),
     ]
     assert [shown(url) for url, _ in cases] == [text for _, text in cases]
     assert not is_url("runs/http://x")
     assert not is_url(b"http://x")
     assert not is_url(Path("a"))
+
+
+def test_messages_of_any_length_are_cleaned_at_once() -> None:
+    """Names in files get into them."""
+    begin = time.monotonic()
+    for text in ("@ " + "." * 100_000, "@" + "http:" * 20_000, "?" + "a://" * 30_000, "::ab:/" * 20_000 + "@"):
+        TransloadError(text, where=text)
+    assert time.monotonic() - begin < 2
 
 
 def test_commands(server: FileServer, capsys: pytest.CaptureFixture[str]) -> None:

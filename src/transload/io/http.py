@@ -21,7 +21,7 @@ from functools import cache
 from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection, InvalidURL
 from io import BufferedReader, RawIOBase
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 from zlib import crc32
 
 from transload._version import __version__
@@ -165,8 +165,7 @@ class Client:
         first: HTTPMessage | None = None
         for _ in range(_REDIRECTS):
             try:
-                at = urlsplit(url)
-                at.port  # noqa: B018 - which raises if it is no number
+                at = _parts(url)
             except ValueError as error:
                 raise CannotReadError("the server redirects to what is not a URL", where=shown(owner)) from error
             if at.scheme not in ("http", "https") or (start.scheme == "https" != at.scheme):
@@ -209,9 +208,12 @@ class Client:
                 connection, used = idle.pop(), True
             except IndexError:
                 connection, used = _connection(at.scheme, at.hostname or "", at.port), False
-                connection.response_class = _Response
             proxied = getattr(connection, "transload_proxied", None)
             try:
+                if not used:
+                    connection.connect()
+                    # Not before: after the answer of a proxy there is a handshake, which may take longer than a tick.
+                    connection.response_class = _Response
                 more = {} if proxied is None else proxied
                 path = (
                     target if proxied is None else urlunsplit((at.scheme, at.netloc.rpartition("@")[2], *at[2:4], ""))
@@ -240,8 +242,7 @@ def _connection(scheme: str, host: str, port: int | None) -> HTTPConnection:
             return HTTPConnection(host, port, timeout=_TIMEOUT)
         return HTTPSConnection(host, port, timeout=_TIMEOUT, context=_tls())
     try:
-        via = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-        via.port  # noqa: B018 - which raises if it is no number
+        via = _parts(proxy if "://" in proxy else f"http://{proxy}")
     except ValueError as error:
         fix = f"Correct the variable {scheme}_proxy, or name the server in no_proxy."
         raise UsageError("the proxy is not a valid URL", where=host, fix=fix) from error
@@ -253,6 +254,13 @@ def _connection(scheme: str, host: str, port: int | None) -> HTTPConnection:
     connection = HTTPConnection(via.hostname or "", via.port or 8080, timeout=_TIMEOUT)
     vars(connection)["transload_proxied"] = more
     return connection
+
+
+def _parts(url: str) -> SplitResult:
+    """The parts of a URL; ``ValueError`` if it is none."""
+    at = urlsplit(url)
+    at.port  # noqa: B018 - which raises if it is no number
+    return at
 
 
 def _proxy(scheme: str, host: str) -> str | None:
@@ -285,9 +293,8 @@ class HttpFile:
         self._client = client
         self._headers = {"User-Agent": f"transload/{__version__}", "Accept-Encoding": "identity", "Accept": "*/*"}
         try:
-            at = urlsplit(url)
+            at = _parts(url)
             host = at.netloc.rpartition("@")[2].encode("idna" if not url.isascii() else "ascii").decode()
-            at.port  # noqa: B018 - which raises if it is no number
         except ValueError as error:
             raise UsageError("this is not a valid URL", where=self.name) from error
         path, query = (quote(part, safe="/%:@!$&'()*+,;=~?") for part in (at.path, at.query))
@@ -368,7 +375,10 @@ class HttpFile:
         """Read what a body has, at least a byte: if the connection breaks, ``fill`` gets the rest when it is needed."""
         buffer = memoryview(bytearray(most))
         try:
-            while len(data) < most and (count := answer.read_into(buffer)):
+            while left := most - len(data):
+                count = answer.read_into(buffer[:left])
+                if not count:
+                    break
                 data += buffer[:count]
         except (_AgainError, *_NETWORK_ERRORS):
             if not data:

@@ -30,7 +30,7 @@ def open_source(f: SourceLike) -> Source:
 
 def is_set(path: str | os.PathLike[str]) -> bool:
     """Whether a path leads to a checkpoint of several files: a directory, or the index of shards."""
-    return is_folder(path) or shown(path).endswith(".index.json")
+    return is_folder(path) or (shown(path) if is_url(path) else os.fspath(path)).endswith(".index.json")
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:

@@ -103,11 +103,14 @@ class ThreadPool:
         If the system allows fewer threads, only the first of ``works`` are done: ``started`` says how many. When
         ``here`` has returned or raised, ``unblock`` is called until no thread waits for anything any more.
         """
+        before, _here.pool = getattr(_here, "pool", None), self
         try:
             all(map(self.start, works))
             here()
         except BaseException as error:  # noqa: BLE001 - raised again when the threads have ended
             self._errors.append(error)
+        finally:
+            _here.pool = before
         # The caller may free what the threads use, so wait for them even if Ctrl-C is pressed again.
         waiting = True
         while waiting:
