@@ -9,6 +9,7 @@ import ssl
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
@@ -175,6 +176,30 @@ def test_a_proxy_that_is_no_url_is_named_by_its_variable(monkeypatch: pytest.Mon
 def test_a_server_without_tls_is_not_a_broken_connection(server: FileServer) -> None:
     with pytest.raises(CannotReadError, match=r"does not answer in TLS\n.*http://"):
         transload.load(f"{server.url.replace('http', 'https')}/a.pt")
+
+
+def test_all_that_are_asked_for_when_an_address_expires_are_asked_for_again(server: FileServer) -> None:
+    """Several threads find it out at the same time, and each address serves only a few requests."""
+    signed: list[int] = []
+    used: Counter[str] = Counter()
+    together = threading.Barrier(3)
+
+    def fault(handler: Handler) -> bool:
+        if handler.path == "/model":
+            signed.append(1)
+            handler.reply(302, b"", {"Location": f"/a.pt?signature={len(signed)}"})
+            return True
+        used[handler.path] += 1
+        if used[handler.path] <= 4:
+            return False
+        with suppress(threading.BrokenBarrierError):
+            together.wait(0.3)
+        handler.reply(403)
+        return True
+
+    server.fault = fault
+    assert same(transload.load(f"{server.url}/model", threads=6))
+    assert len(signed) > 1
 
 
 def test_an_address_that_replaces_an_expired_one_is_used_for_the_rest(server: FileServer) -> None:

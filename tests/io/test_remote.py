@@ -717,6 +717,15 @@ def test_proxies(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
 # -- the Hub
 
 
+def test_a_token_that_no_header_can_have_is_not_printed(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    for token in (f"{SECRET}\nmore", f"{SECRET}\u20ac"):
+        monkeypatch.setenv("HF_TOKEN", token)
+        with pytest.raises(UsageError, match="Check HF_TOKEN") as caught:
+            transload.inspect("hf://owner/repo/a.pt")
+        assert SECRET not in str(caught.value)
+
+
 def test_hub(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A repository is read at one commit, with the token of the user, which the storage does not get."""
     commit = "c" * 40

@@ -299,6 +299,9 @@ class HttpFile:
             raise UsageError("this is not a valid URL", where=self.name) from error
         path, query = (quote(part, safe="/%:@!$&'()*+,;=~?") for part in (at.path, at.query))
         self._url = self._direct = urlunsplit((at.scheme.lower(), host, path, query, ""))
+        if not (token.isascii() and token.isprintable()):
+            fix = "Check HF_TOKEN, or log in again with `hf auth login`."
+            raise UsageError("the token has characters that no token has", where=self.name, fix=fix)
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         elif at.username:
@@ -325,8 +328,9 @@ class HttpFile:
             nonlocal offset
             begin = offset
             headers = {**self._headers, "Range": f"bytes={begin}-{end - 1}"}
-            with self._client.get(self._direct, headers, self._url) as answer:
-                self._check(answer, begin, end)
+            asked = self._direct
+            with self._client.get(asked, headers, self._url) as answer:
+                self._check(answer, begin, end, asked)
                 while waiting:
                     count = answer.read_into(waiting[-1])
                     if not count:
@@ -412,8 +416,11 @@ class HttpFile:
                 what = f"it is longer than {most:,} bytes, which is what may be kept in memory"
                 raise CannotReadError(what, where=self.name, fix=fix)
 
-    def _check(self, answer: Answer, begin: int, end: int) -> None:
-        """Raise unless an answer has these bytes, of the version that was opened."""
+    def _check(self, answer: Answer, begin: int, end: int, asked: str) -> None:
+        """Raise unless an answer has these bytes, of the version that was opened.
+
+        ``asked`` is the address that was asked: several threads may find that it has expired.
+        """
         if answer.status == 206:
             self._refuse_encoded(answer)
             first, last, size = self._range(answer)
@@ -422,15 +429,17 @@ class HttpFile:
                 self._changed()
             if (first, last) != (begin, end):
                 raise _AgainError(f"it sent bytes {first} to {last} instead of {begin} to {end}")
-            self._direct = answer.url
+            if asked == self._url:
+                self._direct = answer.url
         elif answer.status == 200:
             if _version(answer) != self._version:
                 self._changed()
             raise _AgainError("it sent the whole file instead of a range")
         elif answer.status == 416:
             self._changed()
-        elif answer.status in _EXPIRED and self._direct != self._url:  # ask for another address
-            self._direct = self._url
+        elif answer.status in _EXPIRED and asked != self._url:  # ask for another address
+            if self._direct == asked:
+                self._direct = self._url
             raise _AgainError(f"it answered {answer.status}, after a redirect")
         else:
             self._refuse(answer)
