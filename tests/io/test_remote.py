@@ -36,7 +36,7 @@ from transload.errors import (
     TransloadError,
     UsageError,
 )
-from transload.io import http
+from transload.io import http, remote
 from transload.io.paths import open_source
 from transload.io.remote import RemoteSource, hub_token, remote_folder
 from transload.io.sources import is_url, shown
@@ -203,17 +203,36 @@ def test_reads_that_follow_one_another_read_ahead(server: FileServer, tmp_path: 
     assert same(transload.load(tmp_path / "a.safetensors"), WEIGHTS)
 
 
-def test_what_many_files_of_a_folder_read_ahead_is_freed(server: FileServer) -> None:
-    data = bytes(2 << 20)
-    server.files |= {f"shards/{number}.bin": data for number in range(6)}
+def rotating(server: FileServer, files: int, size: int = 12 << 20) -> list[RemoteSource]:
+    """Files of a folder, a piece of each of which was read in turn until their ends."""
+    server.files |= {f"shards/{number}.bin": bytes([number]) * size for number in range(files)}
     folder, _ = remote_folder(f"{server.url}/shards/")
-    sources = [folder.open(f"{number}.bin") for number in range(6)]
-    for source in sources:
-        for offset in range(0, 2 << 20, 1 << 18):
-            assert source.readinto(offset, memoryview(bytearray(1 << 18))) == 1 << 18
-    assert [source.holds(3 << 19, 1 << 18) for source in sources] == [False] * 4 + [True] * 2
+    sources = [folder.open(f"{number}.bin") for number in range(files)]
+    for offset in range(0, size, 1 << 20):
+        for number, source in enumerate(sources):
+            buffer = memoryview(bytearray(1 << 20))
+            assert source.readinto(offset, buffer) == len(buffer)
+            assert buffer == bytes([number]) * len(buffer)
+            assert sum(each.kept_ahead for each in sources if isinstance(each, RemoteSource)) <= remote._MOST_KEPT
+    return [source for source in sources if isinstance(source, RemoteSource)]
+
+
+def test_files_that_take_turns_are_read_once(server: FileServer) -> None:
+    """As those of a sharded save do, since each tensor has a piece in all of them."""
+    sources = rotating(server, 6)
+    assert server.sent < 1.1 * 6 * (12 << 20)
+    assert len(server.log) < 6 * 12
+    sources[0].is_ahead()
+    assert sources[0].kept_ahead == 0
+
+
+def test_what_is_read_ahead_has_a_limit(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where so many files take turns that it is not enough for each of them, they are read as asked for."""
+    monkeypatch.setattr(remote, "_MOST_KEPT", 12 << 20)
+    sources = rotating(server, 6)
+    assert server.sent < 1.5 * 6 * (12 << 20)
     sources[-1].close()
-    assert not sources[-1].holds(3 << 19, 1 << 18)
+    assert sources[-1].kept_ahead == 0
 
 
 def test_an_error_ahead_is_told_where_the_bytes_are_needed(server: FileServer) -> None:

@@ -218,8 +218,7 @@ class _NoDirectoryError(Exception):
 
 def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
     """Offset, size and entry count of the central directory according to the end record, as torch reads them."""
-    base = max(0, source.size - _TAIL)
-    tail = source.read(base, _TAIL)
+    base, tail = _end(source)
     at = tail.rfind(b"PK\x05\x06", 0, max(0, len(tail) - 18))
     if at < 0:
         raise _NoDirectoryError("the end record is missing: the file is cut off, or its end was overwritten")
@@ -274,6 +273,20 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
         problems.add("zip-directory-broken", detail=detail)
         raise _NoDirectoryError("the directory is too large to be one")
     return start, size, count
+
+
+def _end(source: Source) -> tuple[int, bytes]:
+    """Where to look for the end record, and the bytes from there on.
+
+    Of a ``far`` source that is what is at hand, if the end record is at the end of it, where torch looks first. Another
+    one before that, which zipfile would not take either, is then not noted.
+    """
+    base, short = max(0, source.size - _TAIL), max(0, source.size - END.size)
+    if source.far and not source.holds(base, source.size - base) and source.holds(short, END.size):
+        tail = source.read(short, END.size)
+        if tail[:4] == b"PK\x05\x06" and tail[-2:] == bytes(2):
+            return short, tail
+    return base, source.read(base, _TAIL)
 
 
 def _read_directory(source: Source, start: int, size: int, count: int, problems: Problems) -> list[DirectoryEntry]:
@@ -464,7 +477,8 @@ def _read_locals(
         at = header - base
         if at < 0 or at + need > len(window):
             base, at = header, 0
-            window = fetched.get(header, b"") or source.read(base, max(need, _WIDE_WINDOW if wide > 0 else _WINDOW))
+            most = need if source.far else max(need, _WIDE_WINDOW if wide > 0 else _WINDOW)
+            window = fetched.get(header, b"") or source.read(base, most)
             wide -= len(window)
         if at + need > len(window) or window[at : at + 4] != b"PK\x03\x04":
             problems.add("zip-no-local-header", name, f"no record header at byte {header}")

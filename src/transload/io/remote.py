@@ -34,7 +34,8 @@ _PIECE = 4 << 20  # of a long read, whose pieces are read at the same time
 _AT_ONCE = 16  # requests
 _MOST_PREPARED = 64 << 20
 _MOST_AHEAD = 64 << 20  # read at once where reads follow one another
-_MOST_READ_AHEAD = 2  # files of a folder of which that much is kept: one is read after another
+_TURNS = 8
+_MOST_KEPT = 128 << 20  # of what was read ahead, for all files of a folder: a tensor may have a piece in each of them
 _MOST_OPENED = 256  # files of a folder that are opened before they are needed: each has its beginning in memory
 _SUFFIXES = (
     *(".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pkl", ".pickle", ".tar", ".pt2", ".ptl", ".mar", ".zip"),
@@ -108,22 +109,47 @@ def together(tasks: Iterable[Callable[[], object]], streams: int = _AT_ONCE) -> 
     pool.run([work] * (min(streams, _AT_ONCE, len(waiting)) - 1), work)
 
 
+class ReadAhead:
+    """The memory for what was read ahead, which the files of a folder share."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+        """How often any of them was read."""
+        self._users: list[RemoteSource] = []
+        self._lock = Lock()
+
+    def share(self, source: RemoteSource) -> int:
+        """How much a file may read ahead. The more of them have bytes that nobody has read yet, the less."""
+        with self._lock:
+            self._users = [user for user in self._users if user is not source and user.is_ahead()]
+            share = _MOST_KEPT // (len(self._users) + 1)
+            left = _MOST_KEPT - sum(user.kept_ahead for user in self._users)
+            if min(share, left) < _PIECE:  # those that take turns are read more often than this
+                for user in self._users:
+                    if user.last_read < self.reads - _TURNS * len(self._users):
+                        user.free_ahead()
+                return 0
+            self._users.append(source)
+        return min(share, left)
+
+
 class RemoteSource(Source):
     """A file elsewhere."""
 
     far = True
     gap = 512 << 10
 
-    def __init__(self, file: RemoteFile, read_ahead: deque[RemoteSource] | None = None) -> None:
-        """``read_ahead`` are the sources of a folder that keep what they read ahead; the first gives way."""
+    def __init__(self, file: RemoteFile, read_ahead: ReadAhead | None = None) -> None:
         self.name, self.size = file.name, file.size
         self.streams, self.stamp = file.streams, file.stamp
         self._file: RemoteFile | None = file
         self._windows: tuple[tuple[int, bytes], ...] = ((0, file.beginning),)
         self._prepared: list[tuple[int, bytes]] = []
         self._ahead: tuple[int, bytes | bytearray] = 0, b""
+        self.last_read = 0
+        """After how many reads of the folder it was read last."""
         self._next, self._step = -1, 0  # where reads so far end, and how many bytes were last read ahead
-        self._read_ahead = read_ahead
+        self._read_ahead = read_ahead or ReadAhead()
         self._following = Lock()
         self._lock = Lock()
         self._checking = Condition()
@@ -159,6 +185,8 @@ class RemoteSource(Source):
         end = offset + len(buffer)
         if ahead and len(buffer) < _PIECE and 0 <= offset < end <= self.size:
             with self._following:
+                self._read_ahead.reads += 1
+                self.last_read = self._read_ahead.reads
                 if not self.holds(offset, len(buffer)):
                     far = abs(offset - self._next)
                     self._step = 0 if far > _MOST_AHEAD else self._step
@@ -170,14 +198,24 @@ class RemoteSource(Source):
 
     def _keep_ahead(self, offset: int, count: int) -> None:
         self.free_ahead()
-        data = bytearray(count)
+        data = bytearray(min(count, self._read_ahead.share(self)))
+        if not data:
+            return
         with suppress(CannotReadError, BrokenFileError):  # whoever needs these bytes gets the error
             self._fill(offset, memoryview(data))
             self._ahead = offset, data
-        if self._read_ahead is not None and self not in self._read_ahead:
-            self._read_ahead.append(self)
-            if len(self._read_ahead) > _MOST_READ_AHEAD:
-                self._read_ahead.popleft().free_ahead()
+
+    @property
+    def kept_ahead(self) -> int:
+        """How many bytes are kept of what was read ahead."""
+        return len(self._ahead[1])
+
+    def is_ahead(self) -> bool:
+        """Whether some of them were not read yet; frees the others."""
+        begin, data = self._ahead
+        if self._next >= begin + len(data):
+            self.free_ahead()
+        return self.kept_ahead > 0
 
     def free_ahead(self) -> None:
         """Free what was read ahead."""
@@ -328,7 +366,7 @@ class RemoteFolder(Folder):
         self._key = key
         self._listings: dict[str, Entries] = {}
         self._opened: dict[str, RemoteSource | CannotReadError] = {}
-        self._read_ahead = deque[RemoteSource]()
+        self._read_ahead = ReadAhead()
 
     @property
     def title(self) -> str:
