@@ -199,6 +199,13 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, through: st
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
+def test_a_bucket_that_is_not_there(through: str) -> None:
+    for url in ("s3://nobucket/a.pt", "s3://nobucket/run/"):
+        with pytest.raises(CannotReadError, match=r"no such (bucket|file)") as caught:
+            transload.inspect(url)
+        assert "xml" not in str(caught.value), through
+
+
 def test_an_endpoint_that_is_no_url(monkeypatch: pytest.MonkeyPatch, through: str) -> None:
     if through == "s3fs":
         pytest.skip("of obstore")

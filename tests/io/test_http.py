@@ -131,7 +131,7 @@ def test_a_handshake_behind_a_proxy_may_take_longer_than_a_tick(monkeypatch: pyt
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(TLS / "here.pem")
     monkeypatch.setattr(http, "_tls", lambda: ssl.create_default_context(cafile=str(TLS / "ca.pem")))
-    monkeypatch.setattr(http, "_TICK", 0.05)
+    monkeypatch.setattr(http, "TICK", 0.05)
     monkeypatch.setattr(http, "_TRIES", 1)
 
     def answer(listening: socket.socket) -> None:

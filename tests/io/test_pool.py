@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from transload.io.pool import each, threads
+from transload.io.pool import ThreadPool, aside, each, threads
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
@@ -97,3 +97,42 @@ def test_all_tasks_run_when_no_thread_can_start(monkeypatch: pytest.MonkeyPatch)
 
 def test_thread_count_is_between_1_and_32() -> None:
     assert 1 <= threads() <= 32
+
+
+# -- code that notices nothing
+
+
+def test_what_is_called_aside_returns_and_raises_as_ever() -> None:
+    assert aside(lambda: (threading.current_thread() is threading.main_thread(), None)) == (False, None)
+    with pytest.raises(ZeroDivisionError) as caught:
+        aside(lambda: 1 // 0)
+    assert "test_pool" in str(caught.traceback[-1].path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a signal to itself ends a process there")
+def test_what_is_called_aside_is_left_alone_after_ctrl_c_and_after_an_error() -> None:
+    ended = threading.Event()
+    start = time.monotonic()
+    threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        aside(lambda: ended.wait(20))
+
+    def fail() -> None:
+        raise EOFError
+
+    def wait() -> None:
+        aside(lambda: ended.wait(20))
+
+    for works, here in (([wait], fail), ([fail], wait)):
+        with pytest.raises(EOFError):
+            ThreadPool().run(works, here)
+    assert time.monotonic() - start < 5
+    ended.set()
+
+
+def test_what_is_called_aside_is_called_here_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert aside(threading.current_thread) is threading.main_thread()

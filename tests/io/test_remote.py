@@ -745,6 +745,12 @@ def test_a_token_that_no_header_can_have_is_not_printed(server: FileServer, monk
         assert SECRET not in str(caught.value)
 
 
+def test_a_hub_that_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "127.0.0.1:80")
+    with pytest.raises(UsageError, match="HF_ENDPOINT is not a URL\nBegin it with https://"):
+        transload.inspect("hf://owner/repo/a.pt")
+
+
 def test_hub(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A repository is read at one commit, with the token of the user, which the storage does not get."""
     commit = "c" * 40

@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 from zlib import crc32
 
 from transload.errors import BrokenFileError, CannotReadError, MissingFileError
 from transload.io.folder import Entries
+from transload.io.pool import aside
 from transload.io.sources import shown
 
 _BEGINNING = 128 << 10
@@ -99,7 +101,7 @@ class ObjectFile:
     def _try(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         _check_process(self.name)
         try:
-            return function(*arguments, **named)
+            return aside(partial(function, *arguments, **named))
         except Exception as error:  # noqa: BLE001 - also its own, which derive from Exception alone
             if type(error).__name__ == "PreconditionError" or "416 Range" in str(error):
                 self._changed()
@@ -130,7 +132,7 @@ class ObjectStore:
                 fix = "Begin it with https:// or http://."
                 raise CannotReadError(f"{name} is not a URL", where=self._name, fix=fix)
         plain = any(value.startswith("http://") for value in endpoints.values())
-        client = {"connect_timeout": "10 seconds", "timeout": "5 minutes", **({"allow_http": True} if plain else {})}
+        client = {"connect_timeout": "10 seconds", "timeout": "2 minutes", **({"allow_http": True} if plain else {})}
         retries = {"max_retries": _RETRIES, "retry_timeout": timedelta(minutes=1)}
         try:
             how = {"client_options": client, "retry_config": retries, **_profile(root)}
@@ -148,7 +150,7 @@ class ObjectStore:
 
         _check_process(self.shown(key))
         try:
-            result = obstore.list_with_delimiter(self._store, key or None)
+            result = aside(partial(obstore.list_with_delimiter, self._store, key or None))
         except Exception as error:  # noqa: BLE001 - also its own, which derive from Exception alone
             _refuse(error, self.shown(key))
         folders = tuple(path.rstrip("/").rpartition("/")[2] for path in result["common_prefixes"])
@@ -222,7 +224,7 @@ class FsspecFile:
 
     def _call(self, function: Any, *arguments: Any, **named: Any) -> Any:
         try:
-            return function(*arguments, **named)
+            return aside(partial(function, *arguments, **named))
         except Exception as error:  # noqa: BLE001 - libraries raise what they like
             _refuse(error, self.name)
 
@@ -244,6 +246,9 @@ def _refuse(error: Exception, where: str) -> NoReturn:
     """Raise our error for that of a library, without the signatures and passwords that may be in it."""
     import errno
 
+    if isinstance(error, CannotReadError):
+        raise error
+
     text = str(error)
     said = _SECRETS.sub("…", text).strip().partition("\n")[0][:300] or type(error).__name__
     number, fix = getattr(error, "errno", None), ""
@@ -252,6 +257,8 @@ def _refuse(error: Exception, where: str) -> NoReturn:
         said, number, fix = "there is no such file", errno.ENOENT, "Check the URL."
     elif isinstance(error, PermissionError):
         number, fix = errno.EACCES, "Check the credentials, and that they may read it."
+    elif "NoSuchBucket" in text:
+        said, number, fix = "there is no such bucket", errno.ENOENT, "Check the URL, and the endpoint."
     elif text.startswith("Protocol not known"):
         said = f"nothing here opens {where.partition('://')[0]}://"
         fix = "URLs begin with https://, http://, hf://, s3://, gs://, az://, or what fsspec opens."
@@ -304,7 +311,7 @@ class FsspecStore:
         """List a folder."""
         _forget(self._files, key)
         try:
-            entries: list[dict[str, Any]] = self._files.ls(key, detail=True)
+            entries: list[dict[str, Any]] = aside(partial(self._files.ls, key, detail=True))
         except Exception as error:  # noqa: BLE001 - libraries raise what they like
             _refuse(error, self.shown(key))
         files: dict[str, int] = {}

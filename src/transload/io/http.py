@@ -26,7 +26,7 @@ from zlib import crc32
 
 from transload._version import __version__
 from transload.errors import BrokenFileError, CannotReadError, UsageError
-from transload.io.pool import has_failed
+from transload.io.pool import TICK, has_failed
 from transload.io.sources import shown
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ BEGINNING = 128 << 10
 """Bytes of the first request. They have the header of 1,400 tensors in a safetensors file, or the index of 1,200 in a
 ``.pt`` file."""
 _TIMEOUT = 30.0  # seconds without a byte
-_TICK = 0.5  # seconds after which a thread that waits for a byte looks whether anybody still needs it
 _SLOWEST = 1 << 10  # bytes per second: a server that sends a byte every 29 seconds must not hold a load for ever
 _TRIES = 6  # in a row without _PROGRESS bytes
 _PROGRESS = 1 << 20
@@ -74,7 +73,7 @@ class _Bytes(RawIOBase):
     def __init__(self, reader: BufferedReader, connected: socket.socket) -> None:
         self._reader = reader  # with it, the socket stays open
         self._socket = connected
-        self._socket.settimeout(min(_TICK, _TIMEOUT))
+        self._socket.settimeout(min(TICK, _TIMEOUT))
         self._deadline = 0.0
 
     def readable(self) -> bool:
@@ -507,7 +506,7 @@ class HttpFile:
                 pause, begun = max(pause, asked), time.monotonic()
                 over = has_failed() or tries >= _TRIES or asked > _LONGEST_PAUSE or self._is_hopeless(error)
                 while not over and time.monotonic() < begun + pause:
-                    time.sleep(min(_TICK, pause))
+                    time.sleep(min(TICK, pause))
                     over = has_failed()
                 if over:
                     raise self._failed(error, tries, asked) from error

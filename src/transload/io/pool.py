@@ -11,17 +11,19 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread, local
 from typing import TextIO, TypeVar
 
-from transload.errors import UsageError
+from transload.errors import CannotReadError, UsageError
 from transload.io.sources import Progress, Source
 
 _GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 _EVERY = 0.1  # seconds between two updates of the line
+TICK = 0.5  # seconds after which a thread that waits looks whether anybody still needs what it waits for
 _POLL = 0.01  # seconds between two checks of threads that are to end
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _ALONE = 4 << 20  # for fewer bytes of tensors it does not pay to start threads
 _TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a time, takes longer than reading them
 _Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
 _here = local()  # the pool that a thread works for
 
 
@@ -171,6 +173,36 @@ def has_failed() -> bool:
     """Whether the pool that this thread works for has failed, so that nobody needs what the thread waits for."""
     pool: ThreadPool | None = getattr(_here, "pool", None)
     return pool is not None and pool.failed
+
+
+def aside(work: Callable[[], _Result]) -> _Result:
+    """Call a function that notices neither Ctrl-C nor errors of other threads, in a thread that is then left alone.
+
+    Code that is not Python's, such as that of a library for buckets, may wait for minutes.
+    """
+    done: SimpleQueue[tuple[list[_Result], BaseException | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put(([work()], None))
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            done.put(([], error))
+
+    try:
+        Thread(target=run, daemon=True).start()
+    except RuntimeError:  # the system allows no more threads
+        return work()
+    while True:
+        with suppress(Empty):
+            results, error = done.get(timeout=TICK)
+            if error is None:
+                return results[0]
+            try:
+                raise error
+            finally:
+                del error  # or it would refer to itself through this frame
+        if has_failed():
+            raise CannotReadError("nobody needs it any more")
 
 
 def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:

@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from transload.errors import BrokenFileError, CannotReadError, MissingFileError, UsageError
 from transload.io.folder import MAX_ENTRIES, Entries, Folder, Listing
 from transload.io.http import Client, HttpFile
-from transload.io.sources import Claim, Source, shown
+from transload.io.sources import Claim, Source, is_url, shown
 
 _AHEAD = 64 << 10  # bytes read after those asked for: the next record of an archive, or the next pickle
 _END = 128 << 10  # has the directory of 1,900 records
@@ -496,6 +496,8 @@ class HubStore:
         self._kind, self._repository = kind or "models", repository
         self._revision = self._commit = unquote(revision) or "main"
         self._server = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        if not is_url(self._server):
+            raise UsageError("HF_ENDPOINT is not a URL", where=f"hf://{repository}", fix="Begin it with https://.")
         before = "" if self._kind == "models" else f"{self._kind}/"
         at = f"@{revision}" if revision else ""
         self._name = f"hf://{before}{repository}{at}"
