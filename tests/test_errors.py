@@ -58,3 +58,9 @@ def test_every_public_error_is_exported() -> None:
     public = {name for name in classes if not name.startswith("_")} - internal
     assert public == set(errors.__all__)  # for type checkers
     assert public <= set(dir(transload))
+
+
+def test_every_error_shows_what_it_says() -> None:
+    """That of ``OSError`` shows nothing, since its own fields are empty."""
+    for kind in (MissingFileError, UsageError):
+        assert repr(kind("no", where="x", fix="y")) == f"{kind.__name__}('no', where='x', fix='y')"

@@ -38,6 +38,10 @@ class TransloadError(Exception):
             state["errno"] = self.errno  # OSError does not keep it in __dict__
         return _rebuild, (type(self), self.what, self.where, self.fix), state
 
+    def __repr__(self) -> str:
+        """The call that creates it; that of ``OSError`` would be empty."""
+        return f"{type(self).__name__}({self.what!r}, where={self.where!r}, fix={self.fix!r})"
+
     def __str__(self) -> str:
         """Where and what, and the fix below."""
         head = f"{self.where}: {self.what}" if self.where else self.what

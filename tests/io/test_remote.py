@@ -745,6 +745,14 @@ def test_a_token_that_no_header_can_have_is_not_printed(server: FileServer, monk
         assert SECRET not in str(caught.value)
 
 
+def test_the_hub_is_not_asked_offline(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(CannotReadError, match="HF_HUB_OFFLINE"):
+        transload.inspect("hf://owner/repo/a.pt")
+    assert server.log == []
+
+
 def test_a_hub_that_is_no_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "127.0.0.1:80")
     with pytest.raises(UsageError, match="HF_ENDPOINT is not a URL\nBegin it with https://"):

@@ -496,6 +496,9 @@ class HubStore:
         self._kind, self._repository = kind or "models", repository
         self._revision = self._commit = unquote(revision) or "main"
         self._server = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+        if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):  # as huggingface_hub reads it
+            fix = "Name a file on this machine, such as one in the cache of the Hub."
+            raise CannotReadError("HF_HUB_OFFLINE forbids asking the Hub", where=f"hf://{repository}", fix=fix)
         if not is_url(self._server):
             raise UsageError("HF_ENDPOINT is not a URL", where=f"hf://{repository}", fix="Begin it with https://.")
         before = "" if self._kind == "models" else f"{self._kind}/"
