@@ -11,13 +11,13 @@ from functools import partial
 from typing import Any, NoReturn
 from zlib import crc32
 
+from transload.credentials import text_without_credentials
 from transload.errors import BrokenFileError, CannotReadError, MissingFileError
 from transload.io.folder import Entries
 from transload.io.pool import aside
 from transload.io.sources import shown
 
 _BEGINNING = 128 << 10
-_SECRETS = re.compile(r"\?\S+|//[^/@\s]+@")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"]+")
 # What obstore and botocore say if nobody answers. If only TLS fails, obstore says Connect, but not ConnectError.
 _UNANSWERED = re.compile(r"\bConnectError\(|\bkind: Timeout,|\bendpoint URL: ")
@@ -250,7 +250,8 @@ def _refuse(error: Exception, where: str) -> NoReturn:
         raise error
 
     text = str(error)
-    said = _SECRETS.sub("…", text).strip().partition("\n")[0][:300] or type(error).__name__
+    clean = text_without_credentials(text)
+    said = clean.strip().partition("\n")[0][:300] or type(error).__name__
     number, fix = getattr(error, "errno", None), ""
     address = "/".join(shown(match[0]).split("/")[:3]) if (match := _ADDRESS.search(text)) else ""
     if isinstance(error, FileNotFoundError):
@@ -275,7 +276,7 @@ def _refuse(error: Exception, where: str) -> NoReturn:
     elif "not fork-safe" in text:  # what fsspec says where it reads asynchronously; it opens a file anew in any process
         said, fix = "it was opened before this process was forked", "Open it again in this process."
     # A traceback shows the cause, too.
-    raise CannotReadError(said, where=where, fix=fix, errno=number) from None if _SECRETS.search(text) else error
+    raise CannotReadError(said, where=where, fix=fix, errno=number) from None if clean != text else error
 
 
 class FsspecStore:

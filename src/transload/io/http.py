@@ -67,7 +67,7 @@ class _AgainError(Exception):
 # -- requests
 
 
-class _Bytes(RawIOBase):
+class _AnswerBytes(RawIOBase):
     """The bytes of an answer, from its first line on, as long as they are needed and enough of them come."""
 
     def __init__(self, reader: BufferedReader, connected: socket.socket) -> None:
@@ -104,7 +104,7 @@ class _Bytes(RawIOBase):
 class _Response(HTTPResponse):
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
-        self.fp = BufferedReader(_Bytes(self.fp, sock))
+        self.fp = BufferedReader(_AnswerBytes(self.fp, sock))
 
 
 class Answer:
@@ -180,7 +180,7 @@ class Client:
                 redirected = response.status in _REDIRECTED and target
                 if redirected:
                     target = quote(target, safe="/%:@!$&'()*+,;=~?#[]")
-                    with suppress(ValueError):
+                    with suppress(ValueError):  # refused in the next turn
                         target = urljoin(url, target)
                     url = target
                 else:
@@ -327,9 +327,9 @@ class HttpFile:
             nonlocal offset
             begin = offset
             headers = {**self._headers, "Range": f"bytes={begin}-{end - 1}"}
-            asked = self._direct
-            with self._client.get(asked, headers, self._url) as answer:
-                self._check(answer, begin, end, asked)
+            address = self._direct
+            with self._client.get(address, headers, self._url) as answer:
+                self._check(answer, begin, end, address)
                 while waiting:
                     count = answer.read_into(waiting[-1])
                     if not count:
@@ -415,10 +415,10 @@ class HttpFile:
                 what = f"it is longer than {most:,} bytes, which is what may be kept in memory"
                 raise CannotReadError(what, where=self.name, fix=fix)
 
-    def _check(self, answer: Answer, begin: int, end: int, asked: str) -> None:
+    def _check(self, answer: Answer, begin: int, end: int, address: str) -> None:
         """Raise unless an answer has these bytes, of the version that was opened.
 
-        ``asked`` is the address that was asked: several threads may find that it has expired.
+        ``address`` is what the request went to: several threads may find that it has expired.
         """
         if answer.status == 206:
             self._refuse_encoded(answer)
@@ -428,7 +428,7 @@ class HttpFile:
                 self._changed()
             if (first, last) != (begin, end):
                 raise _AgainError(f"it sent bytes {first} to {last} instead of {begin} to {end}")
-            if asked == self._url:
+            if address == self._url:
                 self._direct = answer.url
         elif answer.status == 200:
             if _version(answer) != self._version:
@@ -436,8 +436,8 @@ class HttpFile:
             raise _AgainError("it sent the whole file instead of a range")
         elif answer.status == 416:
             self._changed()
-        elif answer.status in _EXPIRED and asked != self._url:  # ask for another address
-            if self._direct == asked:
+        elif answer.status in _EXPIRED and address != self._url:  # ask for another address
+            if self._direct == address:
                 self._direct = self._url
             raise _AgainError(f"it answered {answer.status}, after a redirect")
         else:

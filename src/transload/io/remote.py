@@ -34,7 +34,7 @@ _PIECE = 4 << 20  # of a long read, whose pieces are read at the same time
 _AT_ONCE = 16  # requests
 _MOST_PREPARED = 64 << 20
 _MOST_AHEAD = 64 << 20  # read at once where reads follow one another
-_TURNS = 8
+_TURNS = 8  # reads of each of them, within which one that takes turns with the others is read again
 _MOST_KEPT = 128 << 20  # of what was read ahead, for all files of a folder: a tensor may have a piece in each of them
 _MOST_OPENED = 256  # files of a folder that are opened before they are needed: each has its beginning in memory
 _SUFFIXES = (
@@ -109,7 +109,7 @@ def together(tasks: Iterable[Callable[[], object]], streams: int = _AT_ONCE) -> 
     pool.run([work] * (min(streams, _AT_ONCE, len(waiting)) - 1), work)
 
 
-class ReadAhead:
+class ReadAheadMemory:
     """The memory for what was read ahead, which the files of a folder share."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class ReadAhead:
             self._users = [user for user in self._users if user is not source and user.is_ahead()]
             share = _MOST_KEPT // (len(self._users) + 1)
             left = _MOST_KEPT - sum(user.kept_ahead for user in self._users)
-            if min(share, left) < _PIECE:  # those that take turns are read more often than this
+            if min(share, left) < _PIECE:
                 for user in self._users:
                     if user.last_read < self.reads - _TURNS * len(self._users):
                         user.free_ahead()
@@ -139,7 +139,7 @@ class RemoteSource(Source):
     far = True
     gap = 512 << 10
 
-    def __init__(self, file: RemoteFile, read_ahead: ReadAhead | None = None) -> None:
+    def __init__(self, file: RemoteFile, read_ahead: ReadAheadMemory | None = None) -> None:
         self.name, self.size = file.name, file.size
         self.streams, self.stamp = file.streams, file.stamp
         self._file: RemoteFile | None = file
@@ -149,7 +149,7 @@ class RemoteSource(Source):
         self.last_read = 0
         """After how many reads of the folder it was read last."""
         self._next, self._step = -1, 0  # where reads so far end, and how many bytes were last read ahead
-        self._read_ahead = read_ahead or ReadAhead()
+        self._read_ahead = read_ahead or ReadAheadMemory()
         self._following = Lock()
         self._lock = Lock()
         self._checking = Condition()
@@ -366,7 +366,7 @@ class RemoteFolder(Folder):
         self._key = key
         self._listings: dict[str, Entries] = {}
         self._opened: dict[str, RemoteSource | CannotReadError] = {}
-        self._read_ahead = ReadAhead()
+        self._read_ahead = ReadAheadMemory()
 
     @property
     def title(self) -> str:

@@ -268,7 +268,7 @@ def _large(ranges: Sequence[Range]) -> dict[int, torch.UntypedStorage]:
     sizes = {index: each[2] for index, each in enumerate(ranges) if each[2] >= _LARGE and each[3] == "cpu"}
     if sys.platform != "linux" or sum(sizes.values()) < FEW_BYTES:
         return {}
-    if torch.autograd._profiler_enabled():  # noqa: SLF001 - it sees only what the thread allocates that it runs in
+    if torch.autograd._profiler_enabled():  # noqa: SLF001 - it sees only what its own thread allocates
         return {}
     if hasattr(libc(), "malloc_trim"):  # musl has none
         libc().malloc_trim(0)

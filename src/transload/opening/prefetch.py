@@ -107,10 +107,10 @@ class Prefetch:
         def read(piece: tuple[FileSource, int, int]) -> None:
             source, begin, end = piece
             with suppress(OSError):
-                while begin < end and (count := _skim(source, begin, end, scratch)):
-                    begin += count
+                while begin < end and (nbytes := _skim(source, begin, end, scratch)):
+                    begin += nbytes
                     with self._lock:
-                        self.nbytes += count
+                        self.nbytes += nbytes
 
         each(takewhile(lambda _: not self._stopped, pieces), lambda: read, count)
 
