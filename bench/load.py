@@ -41,8 +41,8 @@ def goals(results: Results) -> list[Goal]:
     """The goals of loading to the CPU, on two cores."""
     large, small = Place("large", "cache"), Place("small", "cache")
     return [
-        results.against(large, "transload.load", TORCH, 1.7),
-        results.against(large, "transload.load", TORCH, 1.7, "first"),
+        results.against(large, "transload.load", TORCH, 2),
+        results.against(large, "transload.load", TORCH, 2, "first"),
         results.against(large, "transload.load_into", INTO, 4),
         results.against(small, "transload.load", TORCH, 5),
         results.against(small, "transload.load", TORCH, 5, "first"),

@@ -7,12 +7,15 @@ import gc
 import mmap
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from transload.io import memory
-from transload.io.memory import PAGE, Pages, advise_huge_pages, copy, huge_pages_pay, memory_at, populate
+from transload.io.memory import PAGE, FreshPages, Pages, copy, huge_pages_pay, memory_at
+
+MIB = 1 << 20
 
 
 def test_memory_at_reads_and_writes() -> None:
@@ -94,23 +97,87 @@ def test_huge_pages_do_not_pay_if_buddyinfo_is_unusable(table: str, tmp_path: Pa
     assert not huge_pages_pay(1 << 20, str(tmp_path / "nowhere"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="transparent huge pages are Linux-only")
-def test_only_complete_huge_pages_of_a_range_are_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[tuple[int, int, int]] = []
+class FakeSystem:
+    """A system that takes ``huge`` and ``small`` milliseconds for each MiB of fresh memory."""
 
-    class Libc:
-        @staticmethod
-        def madvise(address: int, nbytes: int, advice: int) -> int:
-            advised.append((address, nbytes, advice))
+    def __init__(self, huge: float = 1, small: float = 2, *, late: int = 0, old: bool = False) -> None:
+        self.advised: list[tuple[int, int, int]] = []
+        self.clock = 0.0
+        self.huge, self.small = huge, small
+        self.late, self.old = late, old
+
+    def madvise(self, address: int, nbytes: int, advice: int) -> int:
+        if advice != 23:
+            self.advised.append((address, nbytes, advice))
             return 0
+        for page in range(address // MIB, (address + nbytes) // MIB):
+            each = self.huge if self.is_huge(page * MIB) else self.small
+            self.clock += (each + 15 * (page * MIB == self.late)) / 1e3
+        return -1 if self.old else 0
 
-    monkeypatch.setattr(memory, "libc", Libc)
-    mib = 1 << 20
-    advise_huge_pages([(2 * mib - 5, 6 * mib), (123, mib - 1)])
-    assert advised == [(2 * mib, 4 * mib, 14)]
-    advised.clear()
-    advise_huge_pages([(12 * mib, mib), (mib, 3 * mib), (4 * mib + 4096, 3 * mib)])
-    assert advised == [(2 * mib, 4 * mib, 14)], "neighbours count as one; a block without a complete page is left out"
+    def is_huge(self, address: int) -> bool:
+        advice = [kind for begin, nbytes, kind in self.advised if begin <= address < begin + nbytes]
+        return advice[-1:] == [14]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeSystem], None]:
+    def install(system: FakeSystem) -> None:
+        monkeypatch.setattr(memory, "libc", lambda: system)
+        monkeypatch.setattr(memory, "thread_time", lambda: system.clock)
+
+    return install
+
+
+def use(fresh: FreshPages, blocks: list[tuple[int, int]]) -> None:
+    fresh.advise(blocks)
+    for begin, nbytes in blocks:
+        for at in range(begin, begin + nbytes, 4 * MIB):
+            fresh.populate(at, 4 * MIB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="transparent huge pages are Linux-only")
+def test_only_complete_huge_pages_of_a_range_are_advised(install: Callable[[FakeSystem], None]) -> None:
+    system = FakeSystem()
+    install(system)
+    fresh = FreshPages(huge=True)
+    first = (64 * MIB, 8 * MIB)
+    fresh.advise([first])
+    assert not system.advised, "the first bytes get small pages, to compare"
+    fresh.advise([(2 * MIB - 5, 6 * MIB), (123, MIB - 1)])
+    assert system.advised == [(2 * MIB, 4 * MIB, 14)]
+    system.advised.clear()
+    fresh.advise([(12 * MIB, MIB), (MIB, 3 * MIB), (4 * MIB + 4096, 3 * MIB)])
+    assert system.advised == [(2 * MIB, 4 * MIB, 14)], "neighbours count as one; a block without a page is left out"
+    FreshPages().advise([(16 * MIB, 16 * MIB)])
+    assert len(system.advised) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="transparent huge pages are Linux-only")
+@pytest.mark.parametrize(("huge", "old"), [(1, False), (3, False), (3, True)], ids=["quick", "slow", "old kernel"])
+def test_huge_pages_are_given_up_if_they_come_more_slowly(
+    huge: float, install: Callable[[FakeSystem], None], *, old: bool
+) -> None:
+    system = FakeSystem(huge, old=old)
+    install(system)
+    fresh = FreshPages(huge=True)
+    blocks = [(at * 64 * MIB, 60 * MIB) for at in range(4, 0, -1)]
+    use(fresh, blocks[:2])
+    given_up = huge > system.small and not old
+    assert not system.is_huge(blocks[0][0]), "small pages are tried first"
+    assert system.is_huge(blocks[1][0]) is not given_up
+    use(fresh, blocks[2:])
+    assert system.is_huge(blocks[2][0]) is not given_up
+    assert sum(kind == 14 for *_, kind in system.advised) == (2 if given_up else 4)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="transparent huge pages are Linux-only")
+def test_one_late_huge_page_is_no_reason_to_give_up(install: Callable[[FakeSystem], None]) -> None:
+    system = FakeSystem(late=192 * MIB)
+    install(system)
+    fresh = FreshPages(huge=True)
+    use(fresh, [(64 * MIB, 16 * MIB), (128 * MIB, 128 * MIB)])
+    assert system.is_huge(128 * MIB)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux populates memory on request")
@@ -118,7 +185,7 @@ def test_populated_pages_are_there_and_keep_their_content() -> None:
     pages = Pages(4 << 20, huge=False)
     view, page = memory_at(pages.address, pages.nbytes), mmap.PAGESIZE
     view[page : page + 3] = b"abc"
-    populate(pages.address + 1, pages.nbytes - 2)  # the pages at both ends also hold something else
+    FreshPages().populate(pages.address + 1, pages.nbytes - 2)  # the pages at both ends also hold something else
     present = (ctypes.c_ubyte * (pages.nbytes // page))()
     libc = memory.libc()
     libc.mincore(ctypes.c_void_p(pages.address), ctypes.c_size_t(pages.nbytes), present)

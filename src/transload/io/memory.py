@@ -7,15 +7,19 @@ import mmap
 import sys
 from collections.abc import Iterable
 from functools import cache
+from time import thread_time
 from typing import Any
 
 from transload.errors import DoesNotFitError
 
 PAGE = 4096  # ``O_DIRECT`` needs positions, lengths and addresses that are multiples of this
 _HUGE = 2 << 20
+_TRIED = 8 << 20
+_COMPARED = 32 << 20  # of huge pages, some of which may come late
 _LITTLE = 1 << 20  # a smaller block may be part of the heap, whose other pages are not ours
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
+_MADV_NOHUGEPAGE = 15
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; an older kernel refuses it
 # Python's default is a shared mapping, which hardly ever gets huge pages.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -84,33 +88,74 @@ def huge_pages_pay(nbytes: int, root: str = "") -> bool:
         return False
 
 
-def advise_huge_pages(blocks: Iterable[tuple[int, int]]) -> None:
-    """Ask for huge pages in fresh memory: blocks of an address and a length each, of which neighbours count as one.
+class FreshPages:
+    """Provides fresh memory with pages; with huge ones, if asked to, unless they come more slowly than small ones.
 
-    A huge page may then contain the end of one block and the begin of the next, with the allocator's bytes in between.
+    Usually they come faster, since there are fewer. But a virtual machine with free page reporting (WSL 2, Firecracker)
+    has returned free blocks of that size to its host, and waits for them; a system with fragmented memory compacts it
+    first. Both take the time of the thread that needs the pages. So the first bytes get small pages, to compare.
     """
-    if sys.platform != "linux":
-        return
-    spans: list[list[int]] = []
-    for address, nbytes in sorted(block for block in blocks if block[1] >= _LITTLE):
-        if spans and address - spans[-1][1] <= 2 * PAGE:
-            spans[-1][1] = address + nbytes
-        else:
-            spans.append([address, address + nbytes])
-    for begin, end in spans:
-        first, last = (begin + _HUGE - 1) // _HUGE * _HUGE, end // _HUGE * _HUGE
-        if first < last:
-            libc().madvise(first, last - first, _MADV_HUGEPAGE)
 
+    def __init__(self, *, huge: bool = False) -> None:
+        self.huge = huge
+        """Whether huge pages are asked for."""
+        self._small = 0.0  # seconds per byte
+        self._untried = _TRIED if huge else 0
+        self._nbytes = 0
+        self._seconds = 0.0
+        self._advised: list[tuple[int, int]] = []
 
-def populate(address: int, nbytes: int) -> None:
-    """Have the system provide the pages of fresh memory in one call, instead of one by one when they are written.
+    def advise(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Ask for huge pages in blocks of an address and a length each, of which neighbours count as one.
 
-    It is a hint: pages that are there stay as they are, and where it fails they come one by one.
-    """
-    if nbytes >= _LITTLE and sys.platform == "linux":
+        A huge page may then contain the end of one block and the begin of the next, with the allocator's bytes in
+        between. The blocks are those that are populated next, in that order.
+        """
+        if not self.huge or sys.platform != "linux":
+            return
+        left = []
+        for address, nbytes in blocks:
+            small = min(nbytes, self._untried)
+            self._untried -= small
+            if nbytes - small >= _LITTLE:
+                left.append((address + small, nbytes - small))
+        spans: list[list[int]] = []
+        for address, nbytes in sorted(left):
+            if spans and address - spans[-1][1] <= 2 * PAGE:
+                spans[-1][1] = address + nbytes
+            else:
+                spans.append([address, address + nbytes])
+        for begin, end in spans:
+            first, last = (begin + _HUGE - 1) // _HUGE * _HUGE, end // _HUGE * _HUGE
+            if first < last and self.huge:
+                self._advised.append((first, last - first))
+                libc().madvise(first, last - first, _MADV_HUGEPAGE)
+
+    def populate(self, address: int, nbytes: int) -> None:
+        """Have the system provide the pages in one call, instead of one by one when they are written.
+
+        It is a hint: pages that are there stay as they are, and where it fails they come one by one.
+        """
+        if nbytes < _LITTLE or sys.platform != "linux":
+            return
         begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        libc().madvise(begin, end - begin, _MADV_POPULATE_WRITE)
+        before = thread_time()
+        failed = libc().madvise(begin, end - begin, _MADV_POPULATE_WRITE)
+        if self.huge and not failed:
+            self._compare(nbytes, thread_time() - before)
+
+    def _compare(self, nbytes: int, seconds: float) -> None:
+        self._nbytes += nbytes
+        self._seconds += seconds
+        if self._nbytes < (_COMPARED if self._small else _TRIED):
+            return
+        took, self._nbytes, self._seconds = self._seconds / self._nbytes, 0, 0.0
+        if not self._small:
+            self._small = took
+        elif took > self._small:
+            self.huge = False
+            for address, length in self._advised:
+                libc().madvise(address, length, _MADV_NOHUGEPAGE)
 
 
 @cache

@@ -26,7 +26,7 @@ from transload.errors import CannotReadError
 from transload.frozen import Frozen, NamedTuple
 from transload.io.cache import WARM, Pace, ReadAhead, cached_fraction
 from transload.io.cuda_driver import CudaDriver, DriverError, event_now
-from transload.io.memory import PAGE, Pages, advise_huge_pages, huge_pages_pay, libc
+from transload.io.memory import PAGE, FreshPages, Pages, huge_pages_pay, libc
 from transload.io.sources import FileSource, Source, is_url
 from transload.opening.jobs import (
     CELL,
@@ -367,12 +367,12 @@ def read_ranges(
     choice = choose(facts, settings)
     ahead = ReadAhead(_spans(sources, requests)) if choice.ahead else None
     gap = max((source.gap for source in sources), default=0)
-    transfer = Transfer(files, requests, address_of, checksums, gap, choice.huge)
+    transfer = Transfer(files, requests, address_of, checksums, gap, FreshPages(huge=choice.huge))
     try:
         if choice.direct:
             for file in files:
                 file.go_direct()
-        hosts = [HostLane(files, transfer.addresses, checksums) for _ in range(choice.lanes)]
+        hosts = [transfer.host_lane() for _ in range(choice.lanes)]
         with cuda_lanes(transfer, choice) if choice.ring else nullcontext(hosts) as lanes:
             run_lanes(transfer.jobs(), lanes, report_progress, ahead, choice.first)
     finally:
@@ -402,17 +402,21 @@ class Transfer:
     address_of: AddressOf
     checksums: Checksums | None
     gap: int
-    huge: bool = False
+    fresh: FreshPages
     addresses: dict[int, int] = field(default_factory=dict)
     """The address of each request, known before a lane takes a job with that request."""
     fences: dict[str, int] = field(default_factory=dict)
     """For each device, the event after which its memory may be written."""
     _events: list[Any] = field(default_factory=list)
 
+    def host_lane(self) -> HostLane:
+        """A lane that reads into host memory."""
+        return HostLane(self.files, self.addresses, self.checksums, self.fresh)
+
     def jobs(self) -> Iterator[Job]:
         """The jobs, each after its memory is allocated."""
         waiting = jobs(self.requests, gap=self.gap)
-        while together := list(islice(waiting, _AHEAD if self.huge else 1)):
+        while together := list(islice(waiting, _AHEAD if self.fresh.huge else 1)):
             self._allocate(together)
             yield from together
 
@@ -427,9 +431,9 @@ class Transfer:
                     addresses[index] = self.address_of(index)
                     if job.device != "cpu":
                         devices.add(job.device)
-                    elif self.huge:
+                    else:
                         fresh.append(index)
-        advise_huge_pages((addresses[index], requests[index].nbytes) for index in fresh)
+        self.fresh.advise((addresses[index], requests[index].nbytes) for index in fresh)
         for device in devices:
             self._fence(device)
 
@@ -497,7 +501,7 @@ class RingLane:
     def _read(self, job: Job) -> None:
         transfer, driver = self.transfer, self._driver
         if job.device == "cpu":
-            self._host = self._host or HostLane(transfer.files, transfer.addresses, transfer.checksums)
+            self._host = self._host or transfer.host_lane()
             self._host.read(job)
             return
         stream = self._stream_on(job.device)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 from transload.frozen import NamedTuple
-from transload.io.memory import PAGE, Pages, copy, memory_at, populate
+from transload.io.memory import PAGE, FreshPages, Pages, copy, memory_at
 from transload.io.sources import Source
 
 CELL = 4 << 20
@@ -246,11 +246,18 @@ class Checksums:
 class HostLane:
     """Reads jobs into host memory. ``addresses`` has the address of each request before a job with it is taken."""
 
-    def __init__(self, files: Sequence[File], addresses: Mapping[int, int], checksums: Checksums | None = None) -> None:
+    def __init__(
+        self,
+        files: Sequence[File],
+        addresses: Mapping[int, int],
+        checksums: Checksums | None = None,
+        fresh: FreshPages | None = None,
+    ) -> None:
         self.done = 0
         self._files = files
         self._addresses = addresses
         self._sums = checksums
+        self._fresh = fresh or FreshPages()
         self._buffer: Pages | None = None
 
     def run(self, next_job: NextJob) -> None:
@@ -266,7 +273,7 @@ class HostLane:
         if apart and not file.direct:
             for run in job.runs:
                 address = addresses[run.request] + run.begin
-                populate(address, run.nbytes)
+                self._fresh.populate(address, run.nbytes)
                 file.read(run, address)
                 if checksums is not None:
                     checksums.add(run, address)
