@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transload.io import cache
+from transload.io import cache, sources
 from transload.io.cache import Following, ReadAhead, ask_for, cached_fraction, pace
 from transload.io.sources import FileSource
 
@@ -161,6 +161,50 @@ def test_pace_is_measured_by_reads_here_and_there_and_some_that_follow_one_anoth
     assert clock.left == []
     monkeypatch.undo()
     os.close(file)
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")
+@pytest.mark.parametrize(
+    ("first", "waits", "expected"),
+    [
+        ([0.008, 0.0001, 0.009], [0.004, *[0.0007] * 7], "seeking"),
+        ([0.008, 0.009], [0.009] * 8, "waiting"),
+        ([0.008, 0.0001], [0.0002], "quick"),
+        ([0.008], [0.0002], "quick"),
+    ],
+    ids=["disk", "network", "one was late", "one"],
+)
+def test_slow_reads_that_were_necessary_anyway_are_not_repeated(
+    first: list[float], waits: list[float], expected: str, file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, waits, known=False)
+    assert pace(file, 0, 1 << 30, first) == expected
+    assert clock.left == []
+    monkeypatch.undo()
+    os.close(file)
+
+
+def test_a_source_times_its_first_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[float]] = []
+    now = iter(range(100))
+    monkeypatch.setattr(sources, "perf_counter", lambda: next(now) ** 2.0)
+
+    def measured(_descriptor: int, _begin: int, _end: int, first: list[float]) -> str:
+        asked.append(first)
+        return "quick"
+
+    monkeypatch.setattr(cache, "pace", measured)
+    for size in (1 << 20, 17 << 20):
+        (tmp_path / "x").write_bytes(bytes(size))
+        source = FileSource(tmp_path / "x")
+        for offset in range(5):
+            source.read(offset, 10)
+        assert source.pace == "quick"
+        source.read(0, 10)
+        assert source.pace == "quick"
+        source.close()
+    first = asked[0][0]
+    assert asked == [[first, first + 4, first + 8, first + 12]], "of a large file, once, the first four"
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="nothing can be asked for ahead here")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import add
 from time import perf_counter
@@ -25,6 +25,8 @@ _SLOW = 1e-3
 """Seconds. A solid-state disk takes less to find a byte that is not cached; a spinning one takes 4 to 15 ms."""
 _SLOW_UNKNOWN = 1e-4
 """The same for a byte that may be cached; a network takes 0.2 to 100 ms."""
+_SEEK = 2e-3
+"""The same for reads that were not meant to measure: on a busy machine, a read from a solid-state disk may be late."""
 _PROBES = 2
 _FOLLOWING = 8
 STREAMING = ("fuse.rclone",)
@@ -72,13 +74,17 @@ def _is_cached(descriptor: int, position: int) -> bool | None:
         return None
 
 
-def pace(descriptor: int, begin: int, end: int) -> Pace:
+def pace(descriptor: int, begin: int, end: int, first: Sequence[float] = ()) -> Pace:
     """How bytes of a range that are not cached come.
 
     Two reads here and there are timed, since other work on the machine may delay one; then some that follow each other.
+    ``first`` are the times of reads that were necessary anyway: if two were slow, a spinning disk is spared two seeks.
     """
     if not hasattr(os, "posix_fadvise"):  # nothing can be asked for ahead
         return "quick"
+    slow = [wait for wait in first if wait >= _SEEK]  # the others were near these
+    if len(slow) >= _PROBES:
+        return "seeking" if file_system(descriptor) in STREAMING else _pace_from(descriptor, begin, end, slow)
     waits: list[float] = []
     cached, is_streaming = 0, None
     for position in _positions(begin, end):
@@ -97,13 +103,18 @@ def pace(descriptor: int, begin: int, end: int) -> Pace:
             continue
         waits.append(wait)
         if len(waits) == _PROBES:
-            first = max(begin, min(position, end - 2 * _FOLLOWING * _ASKED))  # the end may be cached
-            times = [_seconds(descriptor, first + index * _ASKED, _ASKED) for index in range(_FOLLOWING)]
-            # The first ones start the readahead. Of the others, every second may be there already, one may be cached,
-            # and some may be late.
-            pairs = sorted(map(add, times[2:], times[3:]))
-            return "waiting" if pairs[1] > min(waits) / 2 else "seeking"
+            start = max(begin, min(position, end - 2 * _FOLLOWING * _ASKED))  # the end may be cached
+            return _pace_from(descriptor, start, end, waits)
     return "quick"
+
+
+def _pace_from(descriptor: int, begin: int, end: int, waits: Sequence[float]) -> Pace:
+    """Whether reads that follow one another, from ``begin`` on, are as slow as those that took so long."""
+    times = [_seconds(descriptor, at, _ASKED) for at in range(begin, end, _ASKED)[:_FOLLOWING]]
+    # The first ones start the readahead. Of the others, every second may be there already, one may be cached, and some
+    # may be late.
+    pairs = sorted(map(add, times[2:], times[3:]))
+    return "waiting" if pairs[1] > min(waits) / 2 else "seeking"
 
 
 def _seconds(descriptor: int, position: int, count: int) -> float:

@@ -7,6 +7,7 @@ import stat
 from _thread import allocate_lock  # threading takes a millisecond to import
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import perf_counter
 from typing import TYPE_CHECKING, BinaryIO
 
 from transload.credentials import without_credentials
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # a file that can be read needs no errors
 
 _PIECE = 1 << 20
 _LARGE = 16 << 20  # a smaller file has too few records to ask whether reading them is slow
+_TIMED = 4  # first reads, at both ends of an archive, whose times say whether the disk may be slow
 _LONGEST_NAME = 200  # file systems allow names of 255 bytes
 _LONG_PATH = 190  # Windows allows 260 characters, and names beside a file are longer than its own
 _SEEKING = allocate_lock()
@@ -160,18 +162,18 @@ class FileSource(Source):
         self.size = status.st_size
         self.stamp = _stamp(status)
         self._claims: list[Claim] = []
-        self._pace: Pace | None = None
+        self._pace: Pace | None = None if self.size >= _LARGE else "quick"
+        self._waits: list[float] = []
         self._following: Following | None = None
 
     @property
     def pace(self) -> Pace:  # type: ignore[override]
         """How bytes come that are not cached; of a small file, this is not measured."""
         if self._pace is None:
-            self._pace = "quick"
-            if self.size >= _LARGE:
-                from transload.io.cache import pace
+            from transload.io.cache import pace
 
-                self._pace = pace(self.descriptor, 0, self.size)
+            self._pace = "quick"
+            self._pace = pace(self.descriptor, 0, self.size, self._waits)
         return self._pace
 
     @property
@@ -233,10 +235,14 @@ class FileSource(Source):
             return False
 
     def _read(self, offset: int, count: int) -> bytes:
+        begin = perf_counter()
         try:
-            return read_at(self.descriptor, offset, count)
+            data = read_at(self.descriptor, offset, count)
         except OSError as error:
             raise cannot_read(self.name, error) from error
+        if self._pace is None:  # soon to be measured
+            self._waits = [*self._waits, perf_counter() - begin][:_TIMED]
+        return data
 
     def _fill(self, offset: int, buffer: memoryview) -> int:
         try:

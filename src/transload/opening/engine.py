@@ -192,9 +192,9 @@ def forecast(path: str, host: int, cuda: int) -> Choice:
 
 def _facts_of(source: Source, begin: int, end: int) -> dict[str, Any]:
     """What is known of a range of a file: how much of it is cached, and how long the rest takes to come."""
-    descriptor = getattr(source, "descriptor", -1)
-    cached = cached_fraction(descriptor, begin, end)
-    return {"cached": cached, "pace": "quick" if cached is not None and cached >= WARM else source.pace}
+    if source.pace != "quick":  # to find out how much is cached would take more seeks
+        return {"pace": source.pace}
+    return {"cached": cached_fraction(getattr(source, "descriptor", -1), begin, end)}
 
 
 # -- threads
