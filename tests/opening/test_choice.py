@@ -6,30 +6,32 @@ import pytest
 
 from transload.frozen import replace
 from transload.opening.engine import Choice, Facts, choose
-from transload.opening.jobs import FEW_BYTES, SLOT_PAIR, Settings
+from transload.opening.jobs import CELL, FEW_BYTES, SLOT_PAIR, Settings
 
 GB = 1 << 30
 DEFAULT = Settings()
 
 TABLE = {
     # to the host
-    "one core": (Facts(GB, 0, 1, 1.0), DEFAULT, Choice(1)),
-    "two cores": (Facts(GB, 0, 2, 1.0), DEFAULT, Choice(2)),
+    "one core": (Facts(GB, 0, 1, 1.0), DEFAULT, Choice(4, first=1)),
+    "two cores": (Facts(GB, 0, 2, 1.0), DEFAULT, Choice(8, first=2)),
     "four cores": (Facts(GB, 0, 4, 1.0), DEFAULT, Choice(4)),
     "sixteen cores": (Facts(GB, 0, 16, 1.0), DEFAULT, Choice(16)),
     "more cores than help": (Facts(GB, 0, 128, 1.0), DEFAULT, Choice(16)),
     "tiny": (Facts(1000, 0, 16, 1.0), DEFAULT, Choice(1)),
     "no bytes": (Facts(0, 0, 16, 1.0), DEFAULT, Choice(1)),
+    "two cores, too little for more": (Facts(7 * CELL, 0, 2, 1.0), DEFAULT, Choice(2)),
+    "two cores, threads": (Facts(GB, 0, 2, 1.0), Settings(threads=2), Choice(2)),
     "just below the threshold": (Facts(FEW_BYTES - 1, 0, 16, 0.0), DEFAULT, Choice(1)),
     "at the threshold": (Facts(FEW_BYTES, 0, 16, 1.0), DEFAULT, Choice(4)),
     "just above the threshold": (Facts(FEW_BYTES + 1, 0, 16, 1.0), DEFAULT, Choice(5)),
-    "huge pages": (Facts(GB, 0, 2, 1.0, huge=True), DEFAULT, Choice(2, huge=True)),
+    "huge pages": (Facts(GB, 0, 2, 1.0, huge=True), DEFAULT, Choice(8, first=2, huge=True)),
     "huge pages for little": (Facts(1000, 0, 2, 1.0, huge=True), DEFAULT, Choice(1)),
     # the page cache
     "cold": (Facts(GB, 0, 2, 0.0), DEFAULT, Choice(8, direct=True)),
     "mostly cold": (Facts(GB, 0, 16, 0.3), DEFAULT, Choice(16, direct=True)),
-    "half warm": (Facts(GB, 0, 2, 0.5), DEFAULT, Choice(2)),
-    "cache state unknown": (Facts(GB, 0, 2, None), DEFAULT, Choice(2)),
+    "half warm": (Facts(GB, 0, 2, 0.5), DEFAULT, Choice(8, first=2)),
+    "cache state unknown": (Facts(GB, 0, 2, None), DEFAULT, Choice(8, first=2)),
     "cold and slow": (Facts(GB, 0, 2, 0.0, pace="waiting"), DEFAULT, Choice(2, ahead=True)),
     "cold and spinning": (Facts(GB, 0, 2, 0.0, pace="seeking"), DEFAULT, Choice(1)),
     "cold and spinning, with threads": (Facts(GB, 0, 2, 0.0, pace="seeking"), Settings(threads=3), Choice(3)),
@@ -84,7 +86,7 @@ TABLE = {
     "direct though warm": (Facts(GB, 0, 2, 1.0), Settings(direct=True), Choice(8, direct=True)),
     "direct though tiny": (Facts(1000, 0, 2, None), Settings(direct=True), Choice(1, direct=True)),
     "direct, not on disk": (Facts(GB, 0, 2, None, on_disk=False, streams=1), Settings(direct=True), Choice(1)),
-    "not direct though cold": (Facts(GB, 0, 2, 0.0), Settings(direct=False), Choice(2)),
+    "not direct though cold": (Facts(GB, 0, 2, 0.0), Settings(direct=False), Choice(8, first=2)),
     "direct is not mapped": (
         Facts(0, GB, 2, 1.0, mappable=True),
         Settings(direct=True),
@@ -110,6 +112,7 @@ def test_choice_for_each_case(facts: Facts, settings: Settings, expected: Choice
     [
         (Facts(1000, 0, 2, None), "1 thread"),
         (Facts(GB, 0, 4, 1.0, huge=True), "4 threads, from the page cache, huge pages"),
+        (Facts(GB, 0, 2, 1.0), "2 to 8 threads, from the page cache"),
         (Facts(GB, 0, 4, 0.7), "4 threads, 70 % cached"),
         (Facts(GB, 0, 4, 0.1, pace="waiting"), "4 threads, asked for ahead, 10 % cached"),
         (Facts(GB, 0, 4, 0.1, pace="seeking"), "1 thread, in order, 10 % cached"),
@@ -121,7 +124,18 @@ def test_choice_for_each_case(facts: Facts, settings: Settings, expected: Choice
         ),
         (Facts(0, GB, 1, 1.0, mappable=True), "1 thread, the device fetches from the page cache"),
     ],
-    ids=["tiny", "warm", "partly cached", "waiting", "seeking", "elsewhere", "cold", "partly mapped", "all mapped"],
+    ids=[
+        "tiny",
+        "warm",
+        "few cores",
+        "partly cached",
+        "waiting",
+        "seeking",
+        "elsewhere",
+        "cold",
+        "partly mapped",
+        "all mapped",
+    ],
 )
 def test_choice_explains_why(facts: Facts, why: str) -> None:
     assert choose(facts).why == why

@@ -265,17 +265,35 @@ def cells(count: int) -> list[Job]:
 
 def lanes_over_time(first: int, most: int, speed: Callable[[int], float]) -> list[int]:
     """The numbers of lanes during a long load, if so many lanes read ``speed`` cells a second."""
-    growth = engine.Growth(first, most)
+    growth = engine.Growth(first, most, far=True)
     counts = [growth.lanes]
     for _ in range(100):
         for lane in range(growth.lanes):
-            growth.add(lane, CELL, growth.lanes / speed(growth.lanes))
+            growth.add(lane, CELL, growth.lanes / speed(growth.lanes), 0.0)
         growth.update()
         if growth.lanes != counts[-1]:
             counts.append(growth.lanes)
         if not growth.open:
             return counts
     raise AssertionError(counts)
+
+
+@pytest.mark.parametrize(
+    ("worked", "faster", "expected"),
+    [(0.5, 1.1, 8), (0.5, 0.9, 2), (0.9, 1.1, 2)],
+    ids=["shared cores", "not faster", "cores of its own"],
+)
+def test_lanes_that_wait_for_a_core_are_given_more(worked: float, faster: float, expected: int) -> None:
+    growth = engine.Growth(2, 8)
+    for _ in range(3):
+        speed = faster if growth.lanes > 2 else 1.0
+        for lane in [*range(growth.lanes)] * 2:
+            seconds = growth.lanes / speed
+            growth.add(lane, CELL, seconds, worked * seconds)
+        if growth.open:
+            growth.update()
+    assert growth.lanes == expected
+    assert growth.open is (worked > 0.75), "another program may begin at any time"
 
 
 @pytest.mark.parametrize(
@@ -295,39 +313,40 @@ def test_lanes_double_while_that_is_faster(speed: Callable[[int], float], expect
 
 def test_lanes_double_no_further_than_they_may() -> None:
     assert lanes_over_time(8, 40, lambda lanes: 10 * lanes) == [8, 16, 32]
-    assert not engine.Growth(8, 15).open
+    assert not engine.Growth(8, 15, far=True).open
 
 
 def test_the_first_job_of_each_lane_does_not_count() -> None:
     """The lanes that were added first connect."""
-    growth = engine.Growth(2, 4)
+    growth = engine.Growth(2, 4, far=True)
     for seconds in (60.0, 1.0):
         for lane in range(2):
-            growth.add(lane, CELL, seconds)
+            growth.add(lane, CELL, seconds, 0.0)
     growth.update()
     assert growth.lanes == 4
     for seconds in (60.0, 1.0):
         for lane in range(4):
-            growth.add(lane, CELL, seconds)
+            growth.add(lane, CELL, seconds, 0.0)
     growth.update()
     assert (growth.lanes, growth.open) == (4, False)
 
 
 def test_all_lanes_count() -> None:
-    growth = engine.Growth(2, 4)
+    growth = engine.Growth(2, 4, far=True)
     for _ in range(10):
-        growth.add(0, CELL, 1.0)
-    growth.add(1, CELL, 1.0)
+        growth.add(0, CELL, 1.0, 0.0)
+    growth.add(1, CELL, 1.0, 0.0)
     growth.update()
     assert growth.lanes == 2
-    growth.add(1, CELL, 1.0)
+    growth.add(1, CELL, 1.0, 0.0)
     growth.update()
     assert growth.lanes == 4
 
 
-def test_lanes_are_added_while_they_wait() -> None:
+@pytest.mark.parametrize("far", [False, True], ids=["here", "far"])
+def test_lanes_are_added_while_they_wait(*, far: bool) -> None:
     lanes = [Lane(lambda _: time.sleep(0.02)) for _ in range(16)]
-    run_lanes(cells(80), lanes, first=4)
+    run_lanes(cells(80), lanes, growth=engine.Growth(4, len(lanes), far=far))
     assert completed_jobs(lanes) == list(range(80))
     assert sum(bool(lane.taken) for lane in lanes) >= 8
 
@@ -341,7 +360,7 @@ def test_lanes_that_do_not_help_end_before_the_others(monkeypatch: pytest.Monkey
         clock.now = getattr(clock, "now", 0.0) + (10.0 if any(lane.taken for lane in lanes[2:]) else 1.0)
 
     lanes = [Lane(wait) for _ in range(4)]
-    run_lanes(cells(100), lanes, first=2)
+    run_lanes(cells(100), lanes, growth=engine.Growth(2, len(lanes), far=True))
     assert completed_jobs(lanes) == list(range(100))
     assert all(len(lane.taken) > 20 for lane in lanes[:2])
     assert all(0 < len(lane.taken) < 20 for lane in lanes[2:])
@@ -350,7 +369,7 @@ def test_lanes_that_do_not_help_end_before_the_others(monkeypatch: pytest.Monkey
 def test_all_jobs_run_when_no_lane_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "Thread", LimitedThreads(2))
     lanes = [Lane(lambda _: time.sleep(0.002)) for _ in range(8)]
-    run_lanes(cells(40), lanes, first=2)
+    run_lanes(cells(40), lanes, growth=engine.Growth(2, len(lanes), far=True))
     assert completed_jobs(lanes) == list(range(40))
     assert [bool(lane.taken) for lane in lanes] == [True] * 2 + [False] * 6
 
@@ -361,7 +380,7 @@ def test_error_of_a_lane_that_was_added_is_raised() -> None:
 
     lanes = [*(Lane(lambda _: time.sleep(0.01)) for _ in range(2)), Lane(fail), Lane(fail)]
     with pytest.raises(Broken):
-        run_lanes(cells(200), lanes, first=2)
+        run_lanes(cells(200), lanes, growth=engine.Growth(2, len(lanes), far=True))
     assert sum(len(lane.taken) for lane in lanes) < 200
 
 
@@ -501,6 +520,6 @@ def test_no_lane_is_added_once_the_system_has_refused_a_thread(monkeypatch: pyte
 
     monkeypatch.setattr(pool.ThreadPool, "start", refuse)
     lanes = [Lane(lambda _: time.sleep(0.02)) for _ in range(16)]
-    run_lanes(cells(80), lanes, first=4)
+    run_lanes(cells(80), lanes, growth=engine.Growth(4, len(lanes), far=True))
     assert completed_jobs(lanes) == list(range(80))
     assert started == [0, 1, 2, 3, 4]

@@ -75,10 +75,10 @@ def huge_pages_pay(nbytes: int, root: str = "") -> bool:
     it would first have to compact memory, which takes longer than using small pages.
     """
     try:
-        with open(f"{root}/sys/kernel/mm/transparent_hugepage/enabled", encoding="ascii") as file:
+        with open(f"{root}/sys/kernel/mm/transparent_hugepage/enabled", encoding="utf-8") as file:
             if "[madvise]" not in file.read():
                 return False
-        with open(f"{root}/proc/buddyinfo", encoding="ascii") as file:
+        with open(f"{root}/proc/buddyinfo", encoding="utf-8") as file:
             free = 0  # bytes in blocks of at least a huge page, from the table of free blocks by size
             for line in file:
                 blocks = ((int(count), PAGE << order) for order, count in enumerate(line.split()[4:]))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from queue import SimpleQueue
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Protocol
 
 from transload.errors import CannotReadError
@@ -55,6 +55,10 @@ _FIRST_FAR = 8
 another."""
 _FASTER = 1.25
 """How much faster twice as many lanes must be."""
+_CROWDED = 4
+"""How many times as many lanes read on few cores, if other programs work on them. On four cores that was no faster."""
+_WORKING = 0.75
+"""Lanes that work for so much of their time do not wait: more would not help."""
 _MOST_DIRECT = 8  # reads that bypass the page cache wait for the disk, not for a core: more of them than cores pay
 _FEW_CORES = 2
 """With at most this many, the device copies from the page cache itself: 18.8 GB/s with one core, against 7.6 through
@@ -62,8 +66,10 @@ the ring; 20.9 with two, against 14.4. With four cores the ring is faster."""
 _COLD = 0.5
 _POLL = 0.05
 """Seconds between two checks of the progress of the threads."""
+_POLL_GROWTH = 0.01
+"""The same while lanes may be added."""
 _POLL_OFTEN = 0.002
-"""The same while more depends on it: reads are asked for ahead, or lanes are added."""
+"""The same while reads are asked for ahead."""
 SLOTS = 2
 """Slots per lane: one is read into while the device copies from the other. Four were not faster."""
 KEPT = 16
@@ -118,7 +124,7 @@ class Choice(Frozen):
     ahead: bool = False
     """Whether the system is asked for bytes before they are read."""
     first: int = 0
-    """With how many threads to begin, if not with all: the others follow as long as more are faster."""
+    """With how many threads to begin, if not with all: the others follow if these wait."""
     why: str = ""
 
 
@@ -151,6 +157,10 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     first = 0
     if facts.far > _MOST_FAR and facts.streams > _MOST_HOST and settings == Settings():
         first, lanes = _FIRST_FAR, min(facts.streams, _MOST_FAR)
+    elif few and not (facts.far or facts.cuda or direct or ahead or in_order):
+        most = _CROWDED * lanes
+        if facts.streams >= most and nbytes >= max(FEW_BYTES, most * CELL):
+            first, lanes = lanes, most
     huge = facts.huge and facts.host >= FEW_BYTES
     pinned = (lanes - mapped) * SLOT_PAIR if facts.cuda else 0
     why = [f"{first} to {lanes} threads" if first else "1 thread" if lanes == 1 else f"{lanes} threads"]
@@ -215,13 +225,12 @@ def run_lanes(
     lanes: Sequence[Lane],
     report_progress: ReportProgress | None = None,
     ahead: ReadAhead | None = None,
-    first: int = 0,
+    growth: Growth | None = None,
 ) -> None:
     """Do all jobs, each lane in a thread; a single lane runs in this one. Raises the first error of a lane.
 
     ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``report_progress`` is called in
-    this thread, which also asks for what is read next. With ``first``, only so many lanes begin, and the others
-    follow as long as more are faster.
+    this thread, which also asks for what is read next. ``growth`` says how many of the lanes run.
     """
     if len(lanes) == 1 and ahead is None:
         _run_lane(jobs, lanes[0], report_progress)
@@ -231,7 +240,7 @@ def run_lanes(
     pool = ThreadPool()
     queue: SimpleQueue[Job | None] = SimpleQueue()
     end = partial(queue.put, None)
-    growth = Growth(first or len(lanes), len(lanes))
+    growth = growth or Growth(len(lanes), len(lanes))
 
     def jobs_of(number: int) -> Iterator[Job]:
         while number < growth.lanes:
@@ -239,9 +248,9 @@ def run_lanes(
             if job is None or pool.stopped:
                 end()  # for the other lanes
                 return
-            begun = perf_counter()
+            begun, worked = perf_counter(), thread_time()
             yield job
-            growth.add(number, job.wanted, perf_counter() - begun)
+            growth.add(number, job.wanted, perf_counter() - begun, thread_time() - worked)
 
     def prepare() -> None:
         if not pool.started:
@@ -256,8 +265,8 @@ def run_lanes(
         end()
         running, reported = True, 0
         while running:
-            often = growth.open or (ahead is not None and not ahead.done)
-            running = pool.wait(_POLL_OFTEN if often else _POLL)
+            asking = ahead is not None and not ahead.done
+            running = pool.wait(_POLL_OFTEN if asking else _POLL_GROWTH if growth.open else _POLL)
             done = sum(lane.done for lane in lanes)
             if ahead is not None and not pool.stopped:
                 ahead.ask(done)
@@ -273,37 +282,41 @@ def run_lanes(
 
 
 class Growth:
-    """How many lanes run: twice as many, as long as that is faster.
+    """How many lanes run: more, if they wait, as long as that is faster.
 
-    A connection gives only so much: a cell for each latency, or what a storage service allows. A lane's first job does
-    not count: it includes making the connection, or it began when fewer lanes ran.
+    A connection gives only so much: a cell for each latency, or what a storage service allows. So ``far`` away, lanes
+    double. Here they wait for a core that another program has, and each further lane gets its share. A lane's first job
+    does not count: it includes making the connection, or it began when fewer lanes ran.
     """
 
-    def __init__(self, lanes: int, most: int) -> None:
+    def __init__(self, lanes: int, most: int, *, far: bool = False) -> None:
         self.lanes = lanes
-        self.open = 2 * lanes <= most
-        """Whether the number may still change."""
         self._most = most
+        self._step, self._faster = (2, _FASTER) if far else (_CROWDED, 1.0)
+        self.open = self._step * lanes <= most
+        """Whether the number may still change."""
         self._speed = 0.0
-        self._done: list[list[tuple[int, float]]] = [[] for _ in range(most)]
+        self._done: list[list[tuple[int, float, float]]] = [[] for _ in range(most)]
 
-    def add(self, lane: int, nbytes: int, seconds: float) -> None:
-        """Count a job of a lane."""
-        self._done[lane].append((nbytes, seconds))
+    def add(self, lane: int, nbytes: int, seconds: float, worked: float) -> None:
+        """Count a job of a lane, and how long it worked rather than waited."""
+        self._done[lane].append((nbytes, seconds, worked))
 
     def update(self) -> None:
         """Change the number, if all that run have done two jobs since the last change."""
         counted = [done[1:] for done in self._done[: self.lanes]]
         if not all(counted):
             return
-        nbytes, seconds = map(sum, zip(*chain(*counted), strict=True))
-        before, self._speed = self._speed, self.lanes * nbytes / seconds
-        if self._speed < _FASTER * before:
-            self.lanes, self.open = self.lanes // 2, False
-        elif 2 * self.lanes <= self._most:
-            self.lanes *= 2
-        else:
-            self.open = False
+        nbytes, seconds, worked = map(sum, zip(*chain(*counted), strict=True))
+        speed = self.lanes * nbytes / seconds
+        if speed < self._faster * self._speed:
+            self.lanes, self.open = self.lanes // self._step, False
+        elif worked < _WORKING * seconds:
+            self._speed = speed
+            if self._step * self.lanes <= self._most:
+                self.lanes *= self._step
+            else:
+                self.open = False
         self._done = [[] for _ in range(self._most)]
 
 
@@ -374,7 +387,8 @@ def read_ranges(
                 file.go_direct()
         hosts = [transfer.host_lane() for _ in range(choice.lanes)]
         with cuda_lanes(transfer, choice) if choice.ring else nullcontext(hosts) as lanes:
-            run_lanes(transfer.jobs(), lanes, report_progress, ahead, choice.first)
+            growth = Growth(choice.first or choice.lanes, choice.lanes, far=facts.far > 0)
+            run_lanes(transfer.jobs(), lanes, report_progress, ahead, growth)
     finally:
         for file in files:
             file.close()
