@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from transload.frozen import replace
+from transload.opening import engine
 from transload.opening.engine import Choice, Facts, choose
 from transload.opening.jobs import CELL, FEW_BYTES, SLOT_PAIR, Settings
 
@@ -98,6 +99,16 @@ TABLE = {
     "pinned limit and threads": (Facts(0, GB, 16, 1.0), Settings(threads=9, pinned=16 << 20), Choice(2, ring=True)),
     "pinned limit is set, not mapped": (Facts(0, GB, 2, 1.0, mappable=True), Settings(pinned=GB), Choice(2, ring=True)),
 }
+
+
+@pytest.fixture(autouse=True)
+def system_that_knows_how_long_threads_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_KNOWS_WORK", True)
+
+
+def test_on_windows_threads_stay_as_many_as_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_KNOWS_WORK", False)
+    assert choose(Facts(GB, 0, 2, 1.0)).lanes == 2
 
 
 @pytest.mark.parametrize(("facts", "settings", "expected"), TABLE.values(), ids=TABLE.keys())

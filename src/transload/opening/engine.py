@@ -57,6 +57,7 @@ _FASTER = 1.25
 """How much faster twice as many lanes must be."""
 _CROWDED = 4
 """How many times as many lanes read on few cores, if other programs work on them. On four cores that was no faster."""
+_KNOWS_WORK = sys.platform != "win32"  # whose clocks of threads tick every 16 ms, too seldom to tell work from waiting
 _WORKING = 0.75
 """Lanes that work for so much of their time do not wait: more would not help."""
 _MOST_DIRECT = 8  # reads that bypass the page cache wait for the disk, not for a core: more of them than cores pay
@@ -157,7 +158,7 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     first = 0
     if facts.far > _MOST_FAR and facts.streams > _MOST_HOST and settings == Settings():
         first, lanes = _FIRST_FAR, min(facts.streams, _MOST_FAR)
-    elif few and not (facts.far or facts.cuda or direct or ahead or in_order):
+    elif few and _KNOWS_WORK and not (facts.far or facts.cuda or direct or ahead or in_order):
         most = _CROWDED * lanes
         if facts.streams >= most and nbytes >= max(FEW_BYTES, most * CELL):
             first, lanes = lanes, most
