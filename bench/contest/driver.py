@@ -99,7 +99,7 @@ class Workers:
     def _start(self) -> subprocess.Popen[str]:
         paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         return subprocess.Popen(
-            [sys.executable, "-m", "bench.contest.worker"],
+            [sys.executable, "-m", "bench.contest.worker", *(["--once"] if self.spawn else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,10 +1,11 @@
 """Runs each task in its own process: a run of a contender, the limits of a place, or the files of a case.
 
-    python -m bench.contest.worker
+    python -m bench.contest.worker [--once]
 
 Each line of the input is one task as JSON, with its time limit in seconds; for each, one line with its result is
 printed after ``RESULT``. A task runs in a fork of this process, which has imported torch but not used it: the state of
-a program that starts to load, without the seconds that the import takes.
+a program that starts to load, without the seconds that the import takes. But a fork copies each page that it touches;
+with ``--once``, this process does a single task itself.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ MARK = "RESULT "
 
 def main() -> int:
     """Run every task of the input, one after the other."""
-    import torch  # noqa: F401 - for the forks
+    import torch  # noqa: F401 - its import is not measured
 
     for line in sys.stdin:
+        if "--once" in sys.argv:
+            _do_task(json.loads(line))
         pid = os.fork()
         if not pid:
-            _child(json.loads(line))
+            _do_task(json.loads(line))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if status:
             _print_result({"failed": f"its process ended with {status}"})
     return 0
 
 
-def _child(task: dict[str, Any]) -> None:
+def _do_task(task: dict[str, Any]) -> None:
     """Run a task and print its result; never returns."""
     signal.alarm(task.pop("limit"))  # ends the process if it hangs
     try:
