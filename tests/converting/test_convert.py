@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 from collections import Counter, OrderedDict
 from pathlib import Path
 from struct import pack
@@ -17,7 +18,14 @@ from tests.release import RELEASE, SAVES_NEW_DTYPES
 
 from transload import converting
 from transload.converting import Conversion, convert, parts
-from transload.errors import CannotReadError, ContentError, ConvertError, OverflowRefusedError, UsageError
+from transload.errors import (
+    BrokenFileError,
+    CannotReadError,
+    ContentError,
+    ConvertError,
+    OverflowRefusedError,
+    UsageError,
+)
 from transload.formats import sets
 from transload.formats.tensors import Budget
 from transload.nodes import Call, Global
@@ -79,6 +87,19 @@ def train(tmp_path: Path) -> Path:
 
 
 # -- modules
+
+
+def test_a_source_that_changes_meanwhile_is_an_error_and_nothing_is_written(tmp_path: Path) -> None:
+    source, target = tmp_path / "model.safetensors", tmp_path / "model.pt"
+    safetensors_torch.save_file({f"w{index}": torch.ones(1 << 18) for index in range(8)}, source)
+
+    def rewrite(*_: int) -> None:
+        source.write_bytes(source.read_bytes()[: -1 << 20] + bytes(1 << 20))  # in the same file, of which w7 is the end
+        os.utime(source, ns=(0, 0))
+
+    with pytest.raises(BrokenFileError, match="was changed while it was read"):
+        convert(source, target, progress=rewrite)
+    assert [*tmp_path.iterdir()] == [source]
 
 
 def test_pickled_module_becomes_its_state_dict(tmp_path: Path) -> None:

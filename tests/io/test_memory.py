@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -56,8 +57,20 @@ def test_pages_are_private_and_not_inherited_by_a_child(*, huge: bool) -> None:
     part = next(part for part in parts if part.startswith(f"{pages.address:x}-"))
     assert part.split()[1] == "rw-p"
     flags = part.rpartition("VmFlags:")[2].split()
-    assert "dc" in flags  # not copied to a child
+    assert "wf" in flags  # not copied to a child
     assert huge or "hg" not in flags  # the kernel may not support huge pages
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_that_frees_pages_keeps_its_own_memory() -> None:
+    pages = Pages(64 << 20)
+    child = os.fork()
+    if not child:
+        others = [mmap.mmap(-1, 2 << 20) for _ in range(64)]  # where the pages are, unless they are in the child, too
+        del pages
+        gc.collect()
+        os._exit(sum(other[0] for other in others))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 BUDDYINFO_LINE = "Node 0, zone {name:>8} 4 3 2 1 1 0 1 0 1 {blocks} {more}\n"

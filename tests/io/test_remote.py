@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+import tracemalloc
 import warnings
 import weakref
 import zipfile
@@ -427,6 +428,24 @@ def test_a_server_without_ranges(server: FileServer, monkeypatch: pytest.MonkeyP
         transload.load(f"{server.url}/a.pt")
     with fault(server, chunked), pytest.raises(CannotReadError, match="longer than 500,000"):
         transload.load(f"{server.url}/a.pt")
+
+
+def test_a_server_that_announces_more_than_it_sends_fills_no_memory(server: FileServer) -> None:
+    def announce(handler: Handler) -> bool:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(200_000_000))
+        handler.end_headers()
+        handler.wfile.write(b"x" * 10)
+        handler.hang_up()
+        return True
+
+    tracemalloc.start()
+    try:
+        with fault(server, announce), pytest.raises(CannotReadError, match="after 10 of 200,000,000 bytes"):
+            transload.load(f"{server.url}/a.pt")
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_statuses(server: FileServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import platform
 import subprocess
@@ -20,11 +21,13 @@ from tests import forks
 from tests.loading.zoo import IGNORED_WARNINGS, saved
 
 from transload.errors import BrokenFileError, DoesNotFitError
+from transload.io.folder import Folder
 from transload.loading import load
 from transload.loading.handles import open as open_
 from transload.loading.into import load_into
 from transload.loading.placement import DeviceMap
 from transload.opening import fill
+from transload.verifying import verify
 
 SOURCE = Path(__file__).parents[2] / "src"
 POSIX = pytest.mark.skipif(os.name != "posix", reason="needs POSIX resource limits")
@@ -206,8 +209,6 @@ def test_unpacked_archive_with_more_files_than_descriptors_loads(tmp_path: Path)
 
 @POSIX
 def test_more_shards_than_descriptors_load(tmp_path: Path) -> None:
-    import json
-
     names = {f"w{index}": f"pytorch_model-{index + 1:05}-of-00120.bin" for index in range(120)}
     for key, name in names.items():
         torch.save({key: torch.ones(3)}, tmp_path / name)
@@ -332,6 +333,33 @@ def test_shared_mapping_does_not_extend_a_truncated_file(tmp_path: Path, before_
     finally:
         torch.serialization.set_default_mmap_options(before)
     assert path.stat().st_size == 1 << 20
+
+
+@pytest.fixture(params=[True, False], ids=["kept open", "reopened"])
+def shards(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Shards that stay open, or are opened for each read, as when there are more than a process may keep open."""
+    paths = [tmp_path / f"shard{index}.bin" for index in range(4)]
+    for path in paths:
+        torch.save({path.name: torch.ones(1 << 18)}, path)
+    weights = {"weight_map": {path.name: path.name for path in paths}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(weights))
+    opens = Folder.open
+    monkeypatch.setattr(Folder, "open", lambda folder, name, **_: opens(folder, name, keep=request.param))
+    return paths
+
+
+def test_shard_changed_during_load_is_a_broken_file_error(shards: list[Path], before_bytes_are_read: Any) -> None:
+    def change() -> None:
+        torch.save({shards[-1].name: torch.zeros(1 << 18)}, shards[-1])
+        os.utime(shards[-1], ns=(0, 0))
+
+    before_bytes_are_read(change)
+    with pytest.raises(BrokenFileError, match="was changed while it was read"):
+        load(shards[0].parent)
+
+
+def test_shards_are_verified(shards: list[Path]) -> None:
+    assert verify(shards[0].parent).integrity == "whole"
 
 
 def test_file_changed_during_load_into_is_a_broken_file_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

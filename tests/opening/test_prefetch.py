@@ -102,6 +102,28 @@ def test_shards_are_read_and_what_is_beside_them_is_not(tmp_path: Path, name: st
     assert reading.nbytes in (sum(sizes), sum(sizes) + index_size)
 
 
+@pytest.mark.usefixtures("cold")
+def test_few_of_many_shards_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load needs descriptors, too."""
+    names = {f"w{index}": f"shard{index}.bin" for index in range(60)}
+    for key, name in names.items():
+        torch.save({key: torch.ones(3)}, tmp_path / name)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}), "utf-8")
+    before, most = len(os.listdir("/dev/fd")), 0
+    skim = prefetch._skim
+
+    def count(*args: Any) -> int:
+        nonlocal most
+        most = max(most, len(os.listdir("/dev/fd")))
+        return skim(*args)
+
+    monkeypatch.setattr(prefetch, "_skim", count)
+    reading = transload.prefetch(tmp_path)
+    assert reading.wait(DEADLINE)
+    assert reading.nbytes == sum((tmp_path / name).stat().st_size for name in names.values())
+    assert before < most < before + 40
+
+
 @pytest.mark.parametrize(
     "path",
     ["missing.pt", "", "https://127.0.0.1:1/model.pt", "\0", os.devnull],

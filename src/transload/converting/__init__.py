@@ -110,8 +110,23 @@ def convert(
         for opened, part in zip(inputs, keys, strict=True):
             refuse_broken(opened.checkpoint, part)
         (first, origin), *more = [(opened.elements, source) for opened, source in zip(inputs, sources, strict=True)]
-        how: Any = {"verify": verify, "overwrite": overwrite, "progress": progress}
-        return write_content(first, target, format_, options, src=origin, more=more, **how)
+
+        def check_unchanged() -> None:
+            for opened in inputs:
+                opened.check_unchanged()
+
+        return write_content(
+            first,
+            target,
+            format_,
+            options,
+            src=origin,
+            more=more,
+            verify=verify,
+            overwrite=overwrite,
+            progress=progress,
+            check_unchanged=check_unchanged,
+        )
 
 
 def _adapter_config(path: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Literal
 
 from transload.errors import CannotReadError
 from transload.frozen import NamedTuple
-from transload.io.sources import FileSource, Source, real_path, system_path
+from transload.io.sources import FileSource, Source, real_path, system_path, was_changed
 
 # A directory of ten million files must not be listed to its end before anything is reported.
 MAX_ENTRIES = 10_000
@@ -100,17 +100,23 @@ class _ReopenedFile(FileSource):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
+        self.pace  # noqa: B018 - which is measured once, while it is open
         self.close()
 
-    def read(self, offset: int, count: int) -> bytes:
-        """Up to ``count`` bytes from ``offset`` on."""
-        with closing(FileSource(self.name)) as file:
+    def _read(self, offset: int, count: int) -> bytes:
+        with closing(self._again()) as file:
             return file.read(offset, count)
 
-    def readinto(self, offset: int, buffer: memoryview, *, ahead: bool = True) -> int:
-        """Fill a buffer from ``offset`` on; return the number of bytes read."""
-        with closing(FileSource(self.name)) as file:
-            return file.readinto(offset, buffer, ahead=ahead)
+    def _fill(self, offset: int, buffer: memoryview) -> int:
+        with closing(self._again()) as file:
+            return file.readinto(offset, buffer, ahead=False)
+
+    def _again(self) -> FileSource:
+        file = FileSource(self.name)
+        if file.stamp != self.stamp:
+            file.close()
+            raise was_changed(self.name)
+        return file
 
 
 class Listing(NamedTuple):

@@ -389,31 +389,22 @@ class HttpFile:
         if not data:
             raise _AgainError(f"it closed the connection after 0 of {most:,} bytes")
 
-    def _read_exactly(self, answer: Answer, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            count = answer.read_into(view[done:])
-            if not count:
-                raise _AgainError(f"it closed the connection after {done:,} of {len(view):,} bytes")
-            done += count
-
     def _read_whole(self, answer: Answer, data: bytearray) -> None:
         """Read all of a body, as far as there is memory for it."""
         most = _memory_left() // 2
         fix = f"{_DOWNLOAD} The server knows no ranges, so all of it would have to be in memory."
-        if answer.left > most:
-            what = f"it is {answer.left:,} bytes long, and only {most:,} may be kept in memory"
+        nbytes = answer.left
+        if nbytes > most:
+            what = f"it is {nbytes:,} bytes long, and only {most:,} may be kept in memory"
             raise CannotReadError(what, where=self.name, fix=fix)
-        if answer.left >= 0:
-            data.extend(bytes(answer.left))
-            self._read_exactly(answer, memoryview(data))
-            return
         buffer = memoryview(bytearray(_PIECE))
         while count := answer.read_into(buffer):
             data += buffer[:count]
             if len(data) > most:
                 what = f"it is longer than {most:,} bytes, which is what may be kept in memory"
                 raise CannotReadError(what, where=self.name, fix=fix)
+        if len(data) < nbytes:
+            raise _AgainError(f"it closed the connection after {len(data):,} of {nbytes:,} bytes")
 
     def _check(self, answer: Answer, begin: int, end: int, address: str) -> None:
         """Raise unless an answer has these bytes, of the version that was opened.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from _thread import allocate_lock
 from collections.abc import Iterable
 from functools import cache
 from time import thread_time
@@ -20,6 +21,7 @@ _LITTLE = 1 << 20  # a smaller block may be part of the heap, whose other pages 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MADV_NOHUGEPAGE = 15
+_MADV_WIPEONFORK = 18  # since Linux 4.14
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; an older kernel refuses it
 # Python's default is a shared mapping, which hardly ever gets huge pages.
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -49,7 +51,7 @@ def is_equal(first: int, second: int, nbytes: int) -> bool:
 class Pages:
     """Page-aligned memory, in huge pages where the system has them. It lives as long as this object.
 
-    A forked child does not inherit it: with copy-on-write the parent might get new pages, while a device still copies
+    In a forked child it is all zeros: with copy-on-write the parent might get new pages, while a device still copies
     from the old ones.
     """
 
@@ -63,7 +65,9 @@ class Pages:
         address = ctypes.addressof(self._first)
         self.address = (address + _HUGE - 1) // _HUGE * _HUGE
         if sys.platform == "linux":
-            libc().madvise(self.address, nbytes, _MADV_DONTFORK)
+            # Before Linux 4.14, a child has nothing there; if it then frees this object, it unmaps what came there.
+            if libc().madvise(self.address, nbytes, _MADV_WIPEONFORK):
+                libc().madvise(self.address, nbytes, _MADV_DONTFORK)
             if huge:
                 libc().madvise(self.address, nbytes, _MADV_HUGEPAGE)
 
@@ -104,6 +108,7 @@ class FreshPages:
         self._nbytes = 0
         self._seconds = 0.0
         self._advised: list[tuple[int, int]] = []
+        self._lock = allocate_lock()
 
     def advise(self, blocks: Iterable[tuple[int, int]]) -> None:
         """Ask for huge pages in blocks of an address and a length each, of which neighbours count as one.
@@ -142,7 +147,9 @@ class FreshPages:
         before = thread_time()
         failed = libc().madvise(begin, end - begin, _MADV_POPULATE_WRITE)
         if self.huge and not failed:
-            self._compare(nbytes, thread_time() - before)
+            seconds = thread_time() - before
+            with self._lock:
+                self._compare(nbytes, seconds)
 
     def _compare(self, nbytes: int, seconds: float) -> None:
         self._nbytes += nbytes

@@ -205,7 +205,7 @@ def aside(work: Callable[[], _Result]) -> _Result:
             raise CannotReadError("nobody needs it any more")
 
 
-def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], None]], count: int) -> None:
+def each(tasks: Iterable[_Task], worker: Callable[[], Callable[[_Task], object]], count: int) -> None:
     """Run all tasks, in any order, in ``count`` threads; a thread gets the function that runs them from ``worker()``.
 
     Only one thread at a time takes the next task. After the first error, or an interrupt, no thread takes another task,

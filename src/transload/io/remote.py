@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,6 +23,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from transload.errors import BrokenFileError, CannotReadError, MissingFileError, UsageError
 from transload.io.folder import MAX_ENTRIES, Entries, Folder, Listing
 from transload.io.http import Client, HttpFile
+from transload.io.pool import each
 from transload.io.sources import Claim, Source, is_url, shown
 
 _AHEAD = 64 << 10  # bytes read after those asked for: the next record of an archive, or the next pickle
@@ -89,24 +89,8 @@ class Store(Protocol):
 
 def together(tasks: Iterable[Callable[[], object]], streams: int = _AT_ONCE) -> None:
     """Do tasks that wait for a network, some at a time; raises the first error."""
-    waiting = deque(tasks)
-    if len(waiting) <= 1:
-        for task in waiting:
-            task()
-        return
-    from transload.io.pool import ThreadPool
-
-    pool = ThreadPool()
-
-    def work() -> None:
-        while not pool.stopped:
-            try:
-                task = waiting.popleft()
-            except IndexError:
-                return
-            task()
-
-    pool.run([work] * (min(streams, _AT_ONCE, len(waiting)) - 1), work)
+    waiting = [*tasks]
+    each(waiting, lambda: lambda task: task(), min(streams, _AT_ONCE, len(waiting)))
 
 
 class ReadAheadMemory:

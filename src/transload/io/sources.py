@@ -16,7 +16,7 @@ from transload.frozen import NamedTuple
 if TYPE_CHECKING:  # a file that can be read needs no errors
     from typing import TypeGuard
 
-    from transload.errors import CannotReadError
+    from transload.errors import BrokenFileError, CannotReadError
     from transload.io.cache import Following, Pace
 
 _PIECE = 1 << 20
@@ -416,6 +416,14 @@ class Slice(Source):
         """Fill a writable buffer from ``offset`` on; return the number of bytes read."""
         count = min(len(buffer), self.size - offset)
         return self.base.readinto(self.offset + offset, buffer[:count], ahead=ahead) if offset >= 0 and count > 0 else 0
+
+
+def was_changed(name: str) -> BrokenFileError:
+    """The error for a file whose old and new bytes may be mixed."""
+    from transload.errors import BrokenFileError
+
+    fix = "Read it again when no program writes to it; transload.save replaces a file in one step."
+    return BrokenFileError("it was changed while it was read", where=name, fix=fix)
 
 
 def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:

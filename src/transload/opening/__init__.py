@@ -19,7 +19,7 @@ from transload.formats import read_source, unpacked
 from transload.frozen import Frozen, replace
 from transload.io import gc_paused
 from transload.io.paths import folder_of, is_set, open_source
-from transload.io.sources import ObjectSource, Source, SourceLike, has_journal
+from transload.io.sources import ObjectSource, Source, SourceLike, has_journal, was_changed
 
 if TYPE_CHECKING:
     from transload.io.folder import Folder
@@ -121,10 +121,7 @@ class OpenCheckpoint:
         """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed."""
         for source in self._open.values():
             if source.is_changed():
-                from transload.errors import BrokenFileError
-
-                fix = "Read it again when no program writes to it; transload.save replaces a file in one step."
-                raise BrokenFileError("it was changed while it was read", where=source.name, fix=fix)
+                raise was_changed(source.name)
 
     def claims_hold(self) -> bool:
         """Whether files are what their directories say, as far as that was left to check."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import takewhile
-from pathlib import Path
 from threading import Lock, Thread
 
 from transload.errors import LoadError
 from transload.io.cache import STREAMING, WARM, cached_fraction, file_system
-from transload.io.paths import is_set
+from transload.io.paths import folder_of, is_set
 from transload.io.sources import FileSource, is_url, shown
 
 __all__ = ["Prefetch", "prefetch", "take_over"]
@@ -87,17 +86,15 @@ class Prefetch:
     # -- in the background
 
     def _run(self) -> None:
-        sources: list[FileSource] = []
         try:
             with suppress(LoadError, OSError, ValueError):  # if something is wrong, load says what
-                sources += map(FileSource, _files(self.path))
-                sources = [source for source in sources if _helps(source)]
-                _running[self] = {_identity(source.descriptor) for source in sources}
-                self._read(_pieces(sources), _NETWORK_THREADS if any(map(_waits, sources)) else _THREADS)
+                paths = _files(self.path)
+                _running[self] = set(map(_identity, paths))
+                with closing(FileSource(max(paths, key=os.path.getsize))) as largest:
+                    count = _NETWORK_THREADS if _waits(largest) else _THREADS
+                self._read(_pieces(paths), count)
         finally:
             _running.pop(self, None)
-            for source in sources:
-                source.close()
 
     def _read(self, pieces: Iterator[tuple[FileSource, int, int]], count: int) -> None:
         from transload.io.pool import each
@@ -124,8 +121,8 @@ def take_over(descriptor: int) -> bool:
     return bool(reading)
 
 
-def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+def _identity(file: str | int) -> tuple[int, int]:
+    status = os.stat(file)
     return status.st_dev, status.st_ino
 
 
@@ -137,9 +134,9 @@ def _files(path: str) -> list[str]:
         return [path]
     from transload.opening import OpenCheckpoint
 
+    folder, _ = folder_of(path)
     with OpenCheckpoint(path, tree=False, lazy=True) as opened:
-        folder = Path(path) if os.path.isdir(path) else Path(path).parent
-        return [str(folder / part.name) for part in opened.checkpoint.parts if part.role == "member"]
+        return [folder.path(part.name) for part in opened.checkpoint.parts if part.role == "member"]
 
 
 def _helps(source: FileSource) -> bool:
@@ -153,10 +150,10 @@ def _waits(source: FileSource) -> bool:
     return source.pace == "waiting"
 
 
-def _pieces(sources: list[FileSource]) -> Iterator[tuple[FileSource, int, int]]:
-    """What to read, in order, as ranges of files."""
+def _pieces(paths: list[str]) -> Iterator[tuple[FileSource, int, int]]:
+    """What to read, in order, as ranges of files, each of which is open only while it is read."""
     left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    for source in sources:
+    for source in filter(_helps, map(FileSource, paths)):  # each closes itself when its last range is dropped
         piece = min(_PIECE, max(_LEAST, source.size // _NETWORK_THREADS)) if _waits(source) else _PIECE
         for begin in range(0, source.size, piece):
             end = min(begin + piece, source.size)

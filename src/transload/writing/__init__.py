@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -65,6 +65,7 @@ def write_content(
     verify: bool,
     overwrite: bool,
     progress: Progress,
+    check_unchanged: Callable[[], None] = lambda: None,
 ) -> Conversion:
     """Write an open checkpoint, damaged or not; ``src`` is what it was opened from, if not its path.
 
@@ -104,6 +105,7 @@ def write_content(
             table = {"from": ", ".join(os.path.basename(each.path) for each in (checkpoint, *others)), **table}
             text = json.dumps(table, indent=1).encode() + b"\n"
             bundle.add(leftovers_path).write([text])
+        check_unchanged()
     written = Conversion(
         path=checkpoint.path,
         inputs=tuple((each.path, each.format, len(each.tensors)) for each in (checkpoint, *others)) if more else (),

@@ -64,8 +64,9 @@ def matches(listing: Listing) -> bool:
     if "zero_to_fp32.py" in listing.files or steps_in(listing, "global_step") or _ranks(listing):
         return True
     # Not every file `latest` is DeepSpeed's.
-    tag = listing.text(_LATEST)
-    return bool(STEP.fullmatch(tag)) or relative_path(tag or listing.text(_UNIVERSAL)) in listing.folders
+    tags = (listing.text(name) for name in (_LATEST, _UNIVERSAL) if name in listing.files)
+    tag = next(filter(None, tags), "")
+    return bool(STEP.fullmatch(tag)) or relative_path(tag) in listing.folders
 
 
 class _Place(NamedTuple):
