@@ -161,7 +161,7 @@ CASES: dict[str, Case] = {
     "the version is missing": case(rezipped(drop="version"), "repairable", "zip-no-version"),
     "the byte order is missing": case(rezipped(drop="byteorder"), "whole", "", loads=True),
     "junk appended": case(INTACT + b"junk" * 25, "repairable", "zip-trailing-bytes", loads=True),
-    "file appended to itself": case(INTACT + INTACT, "damaged", "zip-shifted", safety="dangerous", loads=True),
+    "file appended to itself": case(INTACT + INTACT, "damaged", "zip-more-archives", safety="dangerous", loads=True),
     "copied as text: line endings": case(
         INTACT.replace(b"\n", b"\r\n"), "not-a-checkpoint", "not-a-checkpoint", safety="unknown"
     ),
@@ -181,6 +181,7 @@ CASES: dict[str, Case] = {
     "legacy, intact": case(LEGACY, "unchecked", "", loads=True),
     "legacy, cut inside a storage": case(LEGACY[:-70_000], "damaged", "storage-cut", "b.weight c"),
     "legacy, the last byte lost": case(LEGACY[:-1], "damaged", "storage-cut"),
+    "legacy, another object appended": case(LEGACY + LEGACY, "repairable", "legacy-more-objects", loads=True),
     "legacy, junk appended": case(LEGACY + b"junk", "repairable", "legacy-trailing-bytes", loads=True),
 }
 

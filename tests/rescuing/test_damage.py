@@ -40,7 +40,6 @@ DAMAGED = {
     "junk after": DATA + b"<!-- cached -->" * 10,
     "much junk after": DATA + bytes(200_000),
     "junk before and after": b"JUNK" * 25 + DATA + b"JUNK" * 25,
-    "another archive after it": DATA + OTHER,
     "start repeated": DATA[:5000] + DATA,
     "directory zeroed": DATA[:DIRECTORY] + bytes(len(DATA) - DIRECTORY),
     "first header zeroed": bytes(60) + DATA[60:],
@@ -52,6 +51,17 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damaged_archive_is_restored_byte_for_byte(name: str, tmp_path: Path) -> None:
     assert rescued_bytes(DAMAGED[name], tmp_path) == DATA
+
+
+def test_another_archive_that_follows_counts_as_lost(tmp_path: Path) -> None:
+    """Whatever its size: torch reads the first only if it is the same."""
+    for other in (DATA, OTHER):
+        checkpoint = inspect(DATA + other)
+        assert (checkpoint.safety, checkpoint.problems[0].code) == ("dangerous", "zip-more-archives")
+        assert f"begins at byte {len(DATA):,}" in checkpoint.problems[0].detail
+        result = rescue(DATA + other, tmp_path / "out.pt", overwrite=True)
+        assert (result.exit_code, [record.name for record in result.records]) == (1, ["another checkpoint"])
+        assert (tmp_path / "out.pt").read_bytes() == DATA
 
 
 REPACKED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 import struct
@@ -71,9 +72,22 @@ def test_flipped_bits_in_redundant_fields_are_repaired(tmp_path: Path) -> None:
         assert [(repair.position, repair.bits) for repair in result.repairs] == [(position, (number % 8,))]
 
 
-def test_junk_around_a_stream_is_removed(tmp_path: Path) -> None:
-    assert rescue(b"junk!" + LEGACY + LEGACY, tmp_path / "two.pt").exit_code == 0
+def test_junk_before_a_stream_is_removed(tmp_path: Path) -> None:
+    assert rescue(b"junk!" + LEGACY, tmp_path / "one.pt").exit_code == 0
+    assert (tmp_path / "one.pt").read_bytes() == LEGACY
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk!"], ids=["", "after junk"])
+def test_another_checkpoint_that_follows_counts_as_lost(junk: bytes, tmp_path: Path) -> None:
+    two = junk + LEGACY + LEGACY
+    result = rescue(two, tmp_path / "two.pt")
+    assert (result.exit_code, result.how, len(result.records)) == (1, "left-out", 1)
     assert (tmp_path / "two.pt").read_bytes() == LEGACY
+    position = len(junk) + len(LEGACY)
+    assert f"begins at byte {position:,}" in result.records[0].why
+    file = io.BytesIO(two)
+    file.seek(position)
+    assert inspect(file).tensors == inspect(LEGACY).tensors
 
 
 def test_surplus_bytes_are_cut_off_with_a_warning(tmp_path: Path) -> None:

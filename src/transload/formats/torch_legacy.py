@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+BEGINNINGS = (MAGIC_PICKLE, b"PK\x03\x04")
+"""How what ``torch.save`` writes begins."""
 PROTOCOL = 1001
 _COUNT = Struct("<q")
 _TOGETHER = 1000  # small storages and their counts in one write
@@ -107,8 +109,8 @@ def read_legacy(source: Source) -> Checkpoint:
         end = source.size
         break
     # In a file object, more objects may follow, the last of which may be an archive; a file is one object.
-    more = isinstance(source, ObjectSource) and source.read(end, 32).startswith((MAGIC_PICKLE, b"PK\x03\x04"))
-    if not more and ends_like_zip(source):
+    more = source.read(end, 32).startswith(BEGINNINGS)
+    if not (more and isinstance(source, ObjectSource)) and ends_like_zip(source):
         problems.add("zip-inside", detail="zipfile reads the archive at its end, torch the stream before it")
     tree = read_tree(main, StorageTable(lambda key, _: places.get(key)))
     out.add_tree(*tree)
@@ -122,7 +124,9 @@ def read_legacy(source: Source) -> Checkpoint:
             elif storage.stored < storage.nbytes:
                 detail = f"{storage.stored} of {storage.nbytes} bytes are in the file; {needed_by(storage)}"
                 problems.add("storage-cut", where, detail)
-        if end < source.size:
+        if more:
+            problems.add("legacy-more-objects", detail=f"it begins at byte {end:,}")
+        elif end < source.size:
             problems.add("legacy-trailing-bytes", detail=f"{source.size - end} bytes after the last storage")
     if len(pickles) > 1:
         out.facts.append(("protocol version", short(pickles[1].root)[:40]))

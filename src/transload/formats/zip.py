@@ -246,7 +246,12 @@ def find_directory(source: Source, problems: Problems) -> tuple[int, int, int]:
         raw = source.read(stated, END64.size)
         is_end = len(raw) == END64.size and raw[:4] == b"PK\x06\x06"
         if is_end != (source.read(beside, 4) == b"PK\x06\x06") or (is_end and stated != beside):
-            problems.add("zip-shifted", detail="the zip64 end record is not where its locator says")
+            before = beside - stated  # its own positions count from where the archive begins
+            edge = source.read(before - END.size, END.size + 4) if before >= END.size else b""
+            if edge[:4] == b"PK\x05\x06" and edge[END.size :] == b"PK\x03\x04":
+                problems.add("zip-more-archives", detail=f"the last one begins at byte {before:,}")
+            else:
+                problems.add("zip-shifted", detail="the zip64 end record is not where its locator says")
         if stated + END64.size > source.size:
             raise _NoDirectoryError("the zip64 end record is not where its locator says")
         if not is_end:

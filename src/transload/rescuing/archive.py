@@ -57,7 +57,8 @@ class Recovered(NamedTuple):
     an archive, from which another archive can be laid out. ``unchecked`` are records without a checksum;
     ``all_unchecked`` is whether nothing in the file has one. ``repaired_at`` are the offsets of repaired bytes in the
     recovered file. ``nbytes`` is the size of the damaged file. ``warnings`` say what is uncertain. ``index_rebuilt`` is
-    whether its index was rebuilt from what is left of a damaged one.
+    whether its index was rebuilt from what is left of a damaged one. ``following`` is where another checkpoint begins
+    in the damaged file, which this one does not have; 0 if none does.
     """
 
     source: Source
@@ -73,6 +74,7 @@ class Recovered(NamedTuple):
     nbytes: int = 0
     warnings: tuple[str, ...] = ()
     index_rebuilt: bool = False
+    following: int = 0
 
 
 class Filler(Source):
@@ -290,17 +292,19 @@ def recover_archive(source: Source) -> Recovered | None:
         rest = f"the first {_MAX_REPAIRS:,} are listed"
         notes.append(f"{len(repairs):,} bytes of headers and directory were rebuilt; {rest}")
     shortfall = archive.size - source.size if in_place else 0
+    following = archive.size if shortfall < 0 and source.read(archive.size, 4) == b"PK\x03\x04" else 0
     if shortfall > 0:
         were = "was" if shortfall == 1 else "were"
         notes.append(f"the last {plural(shortfall, 'byte')}, part of the directory, {were} missing and {were} rebuilt")
     if shortfall < 0:
-        another = source.read(archive.size, 4) == b"PK\x03\x04"
-        what = "another archive begins there" if another else "they belong to no record"
+        what = "another archive begins there" if following else "they belong to no record"
         notes.append(f"{-shortfall:,} bytes from byte {archive.size:,} on are left out: {what}")
     unsummed = [record for record, verdict in checked if verdict.state == "unchecked" and record.stored]
     unchecked = frozenset(name_below_root(record.name) for record in unsummed)
     listed = tuple(repairs[:_MAX_REPAIRS])
-    recovered = Recovered(source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked)
+    recovered = Recovered(
+        source, in_place, (), listed, tuple(lost), tuple(notes), unchecked=unchecked, following=following
+    )
     return with_records(recovered, records, archive)
 
 

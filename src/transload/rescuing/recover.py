@@ -20,7 +20,7 @@ from transload.errors import RescueError
 from transload.formats.pickle_streams import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX, looks_like_safetensors
 from transload.formats.tensors import declared_storages
-from transload.formats.torch_legacy import MAGIC_PICKLE, looks_like_legacy
+from transload.formats.torch_legacy import BEGINNINGS, MAGIC_PICKLE, looks_like_legacy
 from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import read_journal, state_of
@@ -67,7 +67,8 @@ def recover(source: Source, stack: ExitStack) -> Recovered | None:
     repairs = tuple(repair._replace(position=repair.position + offset) for repair in recovered.repairs)
     kind = "another archive" if starts_record(source) else "other data"
     note = f"the checkpoint begins at byte {offset:,}, after {kind}"
-    return recovered._replace(repairs=repairs, notes=(note, *recovered.notes))
+    following = recovered.following and offset + recovered.following
+    return recovered._replace(repairs=repairs, notes=(note, *recovered.notes), following=following)
 
 
 def _worth(attempt: tuple[int, Recovered]) -> tuple[bool, int, int]:
@@ -199,9 +200,9 @@ def _recover_legacy(source: Source) -> Recovered | None:
             ranges.append(LostRange(start, min(at, source.size), "its bytes are not where they should be"))
     recovered = _resized(source, end, repairs, ranges, "storage")
     warning = "the file is longer than its counts say: unless the extra bytes are at its end, the last storage is wrong"
-    # Another stream may follow: then this one ends where it should.
-    doubtful = source.size > end and source.read(end, len(_LEGACY_OPENING)) != _LEGACY_OPENING
-    return recovered._replace(warnings=(warning,)) if doubtful else recovered
+    if source.read(end, len(MAGIC_PICKLE)).startswith(BEGINNINGS):  # then this one ends where it should
+        return recovered._replace(following=end)
+    return recovered._replace(warnings=(warning,)) if source.size > end else recovered
 
 
 def _resized(source: Source, end: int, repairs: list[Repair], ranges: list[LostRange], last: str) -> Recovered:

@@ -92,6 +92,8 @@ def rescue_file(
             else:
                 out = compose.rebuilt(recovered, recovered.records) if recovered.records else recovered.source
                 how = "left-out" if recovered.index_rebuilt else "rebuilt"
+            if recovered.following and how in ("exact", "rebuilt"):
+                how = "left-out"
             warnings += _warnings(checkpoint, recovered)
             shares = (problem.detail for problem in checkpoint.problems if problem.code == "rank-file")
             found = (*recovered.notes, *(f"one rank's share: {detail}" for detail in shares))
@@ -178,6 +180,9 @@ def _lost_records(checkpoint: Checkpoint, recovered: Recovered) -> tuple[LostRec
         versions = [names.get(name) for name in (b"version", b".data/version", b"archive_version")]
         if all(record is None or record.added for record in versions):
             lost.append(LostRecord("version", "it defines what the operators of the program mean"))
+    if recovered.following:
+        why = f"it begins at byte {recovered.following:,}: from an open file, transload.load reads it there"
+        lost.append(LostRecord("another checkpoint", why))
     return tuple(lost)
 
 

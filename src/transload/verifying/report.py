@@ -105,6 +105,7 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
     form = format_of(verification.format)
     # Without an index of several files, no tensor is found in them.
     useless = useless or (form.several and not verification.tensor_count)
+    useless = useless or [finding.code for finding in verification.findings] == ["legacy-more-objects"]
     rescuable = verification.integrity in ("damaged", "repairable") and form.rescued
     if rescuable and not suggested and not useless:
         command = rescue_command(verification.path, form.suffix)

@@ -549,6 +549,9 @@ def notes(plan: ConversionPlan, job: ConversionJob, leftovers: Leftovers) -> Ite
     for problem in () if plan.options.key else plan.checkpoint.problems:
         if problem.code == "rank-values":
             yield f"where ranks differ, the value of the first counts: {problem.detail}"
+    for problem in plan.checkpoint.problems:
+        if problem.code == "legacy-more-objects":
+            yield f"only the first object is converted, and another follows: {problem.detail}"
     if any(problem.code == "ranks-unmerged" for problem in plan.checkpoint.problems):
         yield "the tensors of each rank are stored as they are: parts of one tensor are not joined"
     if any(problem.code == "dcp-shape-inferred" for problem in plan.checkpoint.problems):
