@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # Where a URL begins, after its scheme, which has two characters or more. A mistyped one has credentials, too:
 # "http:/host", "https//host", "htp://host", and one with anything before it.
-_BEGIN = r"(?<=[\w+.-]{2})://|https?(?::/*|[;.]?//+)|\b(?:s3a?|gs|hf|az|abfss?):/"
+_BEGIN = r"(?<=[\w+.-]{2})://|https?(?::/*|[;.]?//+)|\b(?:s3a?|gs|hf|az|abfss?):/+"
+_CONTAINER = r"\b(?:az|abfss?):/+$"  # abfs://container@account/path has no login, unless there is a colon in it
 # What follows if there is no login: the name of a host or a bucket, and a port.
 _HOST = r"(?:\[[^\]]*\]|[^/?#@:\[]*)(?::\d*)?(?:[/?#]|$)"
 _CHAIN = r"::(?=[^/\\:]{2,}:/)"  # one URL may follow another, as in zip://a.pt::https://host/a.zip
@@ -48,8 +49,11 @@ def _plain(url: str) -> str:
     begin = re.search(_BEGIN, url, re.IGNORECASE)
     if begin is None:
         return url
-    rest = url[begin.end() :]
-    rest = rest[re.split("[/?#]", rest, maxsplit=1)[0].rfind("@") + 1 :]
+    shown, rest = url[: begin.end()], url[begin.end() :]
+    login, at, _ = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")
+    rest = rest[len(login + at) :]
+    if at and ":" not in login and re.search(_CONTAINER, shown, re.IGNORECASE):
+        shown += login + at
     if "@" in rest and not re.match(_HOST, rest):
         rest = "…"  # with a slash or a question mark in a password, nobody knows where it ends
-    return url[: begin.end()] + re.split("[?#]", rest, maxsplit=1)[0]
+    return shown + re.split("[?#]", rest, maxsplit=1)[0]

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+import traceback
 import tracemalloc
 import warnings
 import weakref
@@ -557,6 +558,61 @@ def test_a_file_that_changes(server: FileServer) -> None:
         transload.load(url)
 
 
+def test_an_answer_must_say_which_version_it_is_from(server: FileServer) -> None:
+    """If the first did."""
+
+    def without_tag(handler: Handler) -> bool:
+        data, (begin, end) = FILES["a.pt"], map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        if begin:
+            span = {"Content-Range": f"bytes {begin}-{end}/{len(data)}"}
+            handler.reply(206, bytes(end + 1 - begin), span)
+        return begin > 0
+
+    with fault(server, without_tag), pytest.raises(BrokenFileError, match="changed while it was read"):
+        transload.load(f"{server.url}/a.pt")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "reads",
+    [
+        transload.verify,
+        lambda url: transload.verify(url, hashes=True),
+        lambda url: transload.inspect(url, stats=True),
+        lambda url: transload.diff(url, url.replace("//", "//me@")),
+    ],
+    ids=["verify", "verify hashes", "stats", "diff"],
+)
+def test_what_cannot_be_reached_is_not_called_damaged(
+    server: FileServer, name: str, reads: Callable[[str], object]
+) -> None:
+    def forbid(handler: Handler) -> bool:
+        begin, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        if begin <= 1_000_000 <= end:
+            handler.reply(403)
+        return begin <= 1_000_000 <= end
+
+    with fault(server, forbid), pytest.raises(ForbiddenFileError):
+        reads(f"{server.url}/{name}")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://example..org/a.pt", "http://.org/a.pt", f"http://{'a' * 64}.org/a.pt", "http://me:se/cret@host/a.pt"],
+    ids=["two dots", "a dot", "a long name", "a slash in the password"],
+)
+def test_a_url_that_is_none_is_an_error_of_the_user(url: str) -> None:
+    with pytest.raises(UsageError, match="not a valid URL") as caught:
+        transload.load(url)
+    assert "cret" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_bytes_of_a_name_that_are_no_text_are_escaped(server: FileServer) -> None:
+    with pytest.raises(MissingFileError):
+        transload.load(f"{server.url}/\udcff.pt")
+    assert server.log[-1][0] == "/%FF.pt"
+
+
 # -- faults
 
 
@@ -660,6 +716,12 @@ def test_urls_in_messages() -> None:
     cases = [
         ("https://me:pw@host/a.pt?X-Amz-Signature=1#x", "https://host/a.pt"),
         ("s3://bucket/a@b.pt", "s3://bucket/a@b.pt"),
+        ("s3://key:secret@bucket/a@b.pt", "s3://bucket/a@b.pt"),
+        ("s3a://key:sec/ret@bucket/a.pt", "s3a://…"),
+        ("gs:/key@bucket/a.pt", "gs:/bucket/a.pt"),
+        ("hf://owner:secret@repo/net/a.pt", "hf://repo/net/a.pt"),
+        ("abfs://container@account.dfs.core.windows.net/a.pt", "abfs://container@account.dfs.core.windows.net/a.pt"),
+        ("abfss://me:secret@account/a.pt", "abfss://account/a.pt"),
         ("hf://owner/repo@refs/pr/1/a.pt", "hf://owner/repo@refs/pr/1/a.pt"),
         ("simplecache::https://me:pw@host/a.pt?sig=1", "simplecache::https://host/a.pt"),
         ("zip://a.pt::https://me:pw@host/a.zip", "zip://a.pt::https://host/a.zip"),

@@ -170,6 +170,56 @@ def test_forked_child_takes_nothing_over(tmp_path: Path, monkeypatch: pytest.Mon
     assert reading.wait(DEADLINE)
 
 
+FORK = """
+import os, signal, sys, threading, time
+import transload
+import transload.opening.prefetch as prefetch
+files = prefetch._files
+entered = threading.Event()
+def slow(path):
+    import importlib.machinery
+    # What an import in the thread does: it holds the lock of a module for a while.
+    class Slow:
+        create_module = staticmethod(lambda *_: None)
+        exec_module = staticmethod(lambda *_: (entered.set(), time.sleep(0.3)))
+    class Finder:
+        def find_spec(name, *_):
+            return importlib.machinery.ModuleSpec(name, Slow()) if name == "slowly" else None
+    sys.meta_path.append(Finder)
+    import slowly
+    return files(path)
+prefetch._files = slow
+reading = transload.prefetch(sys.argv[1])
+entered.wait()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    import slowly
+    transload.prefetch(sys.argv[1]).wait(10)
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) or not reading.wait(20))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_waits_for_the_imports_of_the_thread(tmp_path: Path) -> None:
+    """The child would wait for ever for the lock of a module."""
+    path = saved(tmp_path / "model.pt", 1)
+    assert subprocess.run([sys.executable, "-c", FORK, str(path)], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.usefixtures("cold")
+def test_the_current_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "model.pt", 1)
+    monkeypatch.chdir(tmp_path)
+    with prefetch._preparing:
+        reading = transload.prefetch("model.pt")
+        monkeypatch.chdir("/")
+    assert reading.wait(DEADLINE)
+    assert reading.nbytes == path.stat().st_size
+    assert reading.path == "model.pt"
+
+
 @pytest.mark.usefixtures("cold")
 def test_at_most_half_of_the_memory_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "model.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.makers import saved
 
 import transload
 from transload.cli.commands import expand_paths
-from transload.errors import CannotReadError
+from transload.errors import BrokenFileError, CannotReadError
 from transload.opening import inspect
 from transload.opening.damage import Damage
 from transload.render.lines import as_text
@@ -406,3 +407,10 @@ def test_no_rescue_is_suggested_that_would_save_nothing(tmp_path: Path) -> None:
     assert (result.format, result.integrity) == ("dcp", "damaged")
     assert "transload rescue" not in str(result)
     assert transload.rescue(tmp_path, tmp_path.with_suffix(".pt"), dry_run=True).exit_code == 2
+
+
+def test_a_file_that_changes_meanwhile_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    path.write_bytes(saved(state()))
+    with pytest.raises(BrokenFileError, match="was changed while it was read"):
+        verify(path, progress=lambda *_: os.utime(path, ns=(0, 0)))

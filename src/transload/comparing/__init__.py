@@ -119,7 +119,8 @@ class _Side:
         try:
             for chunk in self.chunks(self.entries[place].tensor, PIECE):
                 digest.update(chunk)
-        except TransloadError:
+        except TransloadError as error:
+            self.reader.refuse_fault(error)
             return ""  # it is reported as missing from the other
         return digest.hexdigest()
 
@@ -246,6 +247,8 @@ class _Tensors:
             try:
                 read = None if why else self._read(one.tensor, two.tensor)
             except TransloadError as error:
+                for side in (self._a, self._b):
+                    side.reader.refuse_fault(error)
                 note = f"{error.where}: {error.what}" if error.where else error.what
                 return out._replace(status="unread", differs=tuple(differs), note=note)
             out = out._replace(note=why)

@@ -112,6 +112,8 @@ def checksums(
         except zlib_error:
             lost.append((index, offset, Lost("its compressed data is damaged")))
         except CannotReadError as error:
+            if source.far:  # that says nothing of its bytes
+                raise
             lost.append((index, offset, Lost(f"it cannot be read: {error.what}", "record-unreadable")))
 
     def worker() -> Callable[[_Task], None]:
@@ -126,6 +128,8 @@ def checksums(
             try:
                 data = buffer[: source.readinto(begin, buffer[:nbytes])]
             except CannotReadError:  # perhaps only one of them
+                if source.far:
+                    raise
                 for start, size, index in contained:
                     sum_part(start, size, index, buffer)
                 return

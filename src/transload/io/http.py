@@ -165,8 +165,8 @@ class Client:
         for _ in range(_REDIRECTS):
             try:
                 at = _parts(url)
-            except ValueError as error:
-                raise CannotReadError("the server redirects to what is not a URL", where=shown(owner)) from error
+            except ValueError:
+                raise CannotReadError("the server redirects to what is not a URL", where=shown(owner)) from None
             if at.scheme not in ("http", "https") or (start.scheme == "https" != at.scheme):
                 raise CannotReadError(f"the server redirects to {at.scheme}://, which is not safe", where=shown(owner))
             if at[:2] != start[:2]:
@@ -242,9 +242,9 @@ def _connection(scheme: str, host: str, port: int | None) -> HTTPConnection:
         return HTTPSConnection(host, port, timeout=_TIMEOUT, context=_tls())
     try:
         via = _parts(proxy if "://" in proxy else f"http://{proxy}")
-    except ValueError as error:
+    except ValueError:
         fix = f"Correct the variable {scheme}_proxy, or name the server in no_proxy."
-        raise UsageError("the proxy is not a valid URL", where=host, fix=fix) from error
+        raise UsageError("the proxy is not a valid URL", where=host, fix=fix) from None
     more = {"Proxy-Authorization": _basic(via.username, via.password)} if via.username else {}
     if scheme == "https":
         secure = HTTPSConnection(via.hostname or "", via.port or 8080, timeout=_TIMEOUT, context=_tls())
@@ -293,10 +293,11 @@ class HttpFile:
         self._headers = {"User-Agent": f"transload/{__version__}", "Accept-Encoding": "identity", "Accept": "*/*"}
         try:
             at = _parts(url)
-            host = at.netloc.rpartition("@")[2].encode("idna" if not url.isascii() else "ascii").decode()
-        except ValueError as error:
-            raise UsageError("this is not a valid URL", where=self.name) from error
-        path, query = (quote(part, safe="/%:@!$&'()*+,;=~?") for part in (at.path, at.query))
+            host = at.netloc.rpartition("@")[2].encode("idna").decode()
+            escaped = {"safe": "/%:@!$&'()*+,;=~?", "errors": "surrogateescape"}
+            path, query = quote(at.path, **escaped), quote(at.query, **escaped)
+        except ValueError:  # which quotes a part of it, perhaps of a password
+            raise UsageError("this is not a valid URL", where=self.name) from None
         self._url = self._direct = urlunsplit((at.scheme.lower(), host, path, query, ""))
         if not (token.isascii() and token.isprintable()):
             fix = "Check HF_TOKEN, or log in again with `hf auth login`."
@@ -305,14 +306,14 @@ class HttpFile:
             self._headers["Authorization"] = f"Bearer {token}"
         elif at.username:
             self._headers["Authorization"] = _basic(at.username, at.password)
-        self._version = ""
+        self._version = "", ""
         self.size = -1
         self.commit = ""
         """The commit of the Hub that it is from."""
         self.link = ""
         """Where the next page of a list is."""
         self.beginning = self._open()
-        self.stamp: tuple[int, ...] = (self.size, crc32(self._version.encode()))
+        self.stamp: tuple[int, ...] = (self.size, crc32("".join(self._version).encode()))
 
     def is_changed(self) -> bool:
         """False: every answer was compared with the first."""
@@ -414,15 +415,14 @@ class HttpFile:
         if answer.status == 206:
             self._refuse_encoded(answer)
             first, last, size = self._range(answer)
-            version = _version(answer)
-            if size != self.size or (version and self._version and version != self._version):
+            if size != self.size or self._is_other(_version(answer)):
                 self._changed()
             if (first, last) != (begin, end):
                 raise _AgainError(f"it sent bytes {first} to {last} instead of {begin} to {end}")
             if address == self._url:
                 self._direct = answer.url
         elif answer.status == 200:
-            if _version(answer) != self._version:
+            if self._is_other(_version(answer)):
                 self._changed()
             raise _AgainError("it sent the whole file instead of a range")
         elif answer.status == 416:
@@ -433,6 +433,11 @@ class HttpFile:
             raise _AgainError(f"it answered {answer.status}, after a redirect")
         else:
             self._refuse(answer)
+
+    def _is_other(self, version: tuple[str, str]) -> bool:
+        """Whether it is not the version that was opened, as far as the server tells versions apart."""
+        pairs = [*zip(self._version, version, strict=True)]
+        return next((old != new for old, new in pairs if old and new), any(self._version))
 
     def _changed(self) -> NoReturn:
         fix = "Read it again. If it was not changed: several servers behind one address have different copies."
@@ -485,8 +490,8 @@ class HttpFile:
         while True:
             try:
                 return read()
-            except InvalidURL as error:  # noqa: PERF203 - the point of the loop
-                raise UsageError("this is not a valid URL", where=self.name) from error
+            except (InvalidURL, UnicodeError):  # noqa: PERF203 - the point of the loop
+                raise UsageError("this is not a valid URL, or the proxy's is not", where=self.name) from None
             except (_AgainError, *_NETWORK_ERRORS) as error:
                 if isinstance(error, CannotReadError):
                     raise
@@ -542,10 +547,10 @@ def _memory_left() -> int:
     return _UNKNOWN_MEMORY
 
 
-def _version(answer: Answer) -> str:
-    """What identifies the version of a file that an answer is from."""
+def _version(answer: Answer) -> tuple[str, str]:
+    """What identifies the version of a file that an answer is from: its tag, or else its date."""
     headers = answer.headers
-    return headers.get("ETag", "").removeprefix("W/") or headers.get("Last-Modified", "")
+    return headers.get("ETag", "").removeprefix("W/"), headers.get("Last-Modified", "")
 
 
 def _seconds(text: str) -> float:

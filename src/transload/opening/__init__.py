@@ -47,7 +47,9 @@ def inspect(f: SourceLike, *, verify: bool = False, stats: bool = False) -> Chec
             return opened.checkpoint
         from transload.opening.stats import statistics
 
-        return replace(opened.checkpoint, stats=statistics(opened.elements))
+        counted = statistics(opened.elements)
+        opened.check_unchanged()
+        return replace(opened.checkpoint, stats=counted)
 
 
 class OpenCheckpoint:

@@ -182,6 +182,7 @@ class TensorSums:
                     with lock:
                         report_progress(len(piece))
             except TransloadError as error:
+                self._reader.refuse_fault(error)
                 kind = "unreadable" if isinstance(error, CannotReadError) else "cut"
                 for place in places:
                     entries[place] = entries[place]._replace(note=error.what)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.contents import AS_ESCAPED, AS_TEXT, Item
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.errors import ContentError, TransloadError
+from transload.errors import ContentError, MissingFileError, TransloadError
 from transload.findings import quoted
 from transload.formats import read_source
 from transload.formats.nested import item_source, moved_storage, unpacked_item
@@ -89,6 +89,12 @@ class ElementReader:
         for storage in self.checkpoint.storages[:1]:
             with suppress(TransloadError):  # whoever needs its bytes gets the error
                 yield self.open_file(storage.file)
+
+    def refuse_fault(self, error: TransloadError) -> None:
+        """Raise an error again that says nothing of the content: what is elsewhere could not be reached, or changed."""
+        about_content = isinstance(error, ContentError | MissingFileError)
+        if not about_content and any(source.far for source in self.sources()):
+            raise error
 
     def storages(self) -> Iterator[Storage]:
         """All storages; one in an item that was opened since the checkpoint was read, as it is there."""

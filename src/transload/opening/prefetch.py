@@ -32,10 +32,33 @@ _SCRATCH = 1 << 20
 _USELESS = ("tmpfs", "ramfs", *STREAMING)
 """File systems without a disk, and those whose files leave the page cache when they are opened again."""
 
+_LONGEST = 10.0
+"""Seconds that a fork waits at most."""
+
 _running: dict[Prefetch, set[tuple[int, int]]] = {}
 """The files that each reads, as device and inode."""
+_preparing = Lock()
+"""Held while a thread finds out what to read, and imports modules for that. A child that is forked meanwhile would wait
+for ever for the lock of such a module."""
+_forking: list[bool] = []
+
+
+def _before_fork() -> None:
+    _forking.append(_preparing.acquire(timeout=_LONGEST))
+
+
+def _after_fork() -> None:
+    if _forking.pop():
+        _preparing.release()
+
+
+def _in_child() -> None:
+    _running.clear()  # their threads are in the parent
+    _after_fork()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_running.clear)  # a forked child has none of their threads
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
 
 
 def prefetch(path: str | os.PathLike[str]) -> Prefetch:
@@ -62,11 +85,14 @@ class Prefetch:
         self.path = path
         self.nbytes = 0
         """Bytes read so far."""
+        self._absolute = path
         self._stopped = False
         self._lock = Lock()
         self._thread = Thread(target=self._run, daemon=True)
         if hasattr(os, "preadv"):
-            with suppress(RuntimeError):  # the system's limit on threads
+            # The current directory may change, or be gone; and the system limits threads.
+            with suppress(RuntimeError, OSError):
+                self._absolute = path if is_url(path) else os.path.abspath(path)
                 self._thread.start()
 
     def __repr__(self) -> str:
@@ -86,21 +112,6 @@ class Prefetch:
     # -- in the background
 
     def _run(self) -> None:
-        try:
-            with suppress(LoadError, OSError, ValueError):  # if something is wrong, load says what
-                paths = _files(self.path)
-                _running[self] = set(map(_identity, paths))
-                with closing(FileSource(max(paths, key=os.path.getsize))) as largest:
-                    count = _NETWORK_THREADS if _waits(largest) else _THREADS
-                self._read(_pieces(paths), count)
-        finally:
-            _running.pop(self, None)
-
-    def _read(self, pieces: Iterator[tuple[FileSource, int, int]], count: int) -> None:
-        from transload.io.pool import each
-
-        scratch = memoryview(mmap.mmap(-1, _SCRATCH))
-
         def read(piece: tuple[FileSource, int, int]) -> None:
             source, begin, end = piece
             with suppress(OSError):
@@ -109,7 +120,20 @@ class Prefetch:
                     with self._lock:
                         self.nbytes += nbytes
 
-        each(takewhile(lambda _: not self._stopped, pieces), lambda: read, count)
+        try:
+            with suppress(LoadError, OSError, ValueError):  # if something is wrong, load says what
+                with _preparing:
+                    from transload.io.pool import each
+
+                    paths = _files(self._absolute)
+                    _running[self] = set(map(_identity, paths))
+                    with closing(FileSource(max(paths, key=os.path.getsize))) as largest:
+                        _helps(largest)  # which imports modules
+                        count = _NETWORK_THREADS if _waits(largest) else _THREADS
+                scratch = memoryview(mmap.mmap(-1, _SCRATCH))
+                each(takewhile(lambda _: not self._stopped, _pieces(paths)), lambda: read, count)
+        finally:
+            _running.pop(self, None)
 
 
 def take_over(descriptor: int) -> bool:

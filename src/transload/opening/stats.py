@@ -51,6 +51,7 @@ def statistics(
                 with lock:
                     report_progress(len(chunk))
         except TransloadError as error:
+            reader.refuse_fault(error)
             entries[place] = entries[place]._replace(note=error.what)
             return
         result = numbers.result()

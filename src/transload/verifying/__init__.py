@@ -77,6 +77,7 @@ def verify(
         try:
             bad = sum_records(reader, records, sums.records, count_bytes)
             bad |= sums.run(count_bytes)
+            opened.check_unchanged()
         finally:
             line.end()
         compared = sum(record.crc32 is not None for record in every)
