@@ -39,6 +39,14 @@ def test_tensors_load_under_any_cuda(name: str, machine: Machine) -> None:
     assert result.evidence == ("no origin is recorded in the file",)
 
 
+@pytest.mark.parametrize("data", [b"", b"<html>", bytes(1000)], ids=["empty", "a page", "zeros"])
+def test_what_is_no_checkpoint_is_not_compatible(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.pt").write_bytes(data)
+    for path in (tmp_path / "model.pt", tmp_path):
+        result = is_cuda_compatible(path, machine=healthy())
+        assert (bool(result), result.reason) == (False, "it is not a checkpoint")
+
+
 def test_kernels_run_on_their_architecture_only() -> None:
     assert is_cuda_compatible(PACKAGE, machine=with_gpus(H200)).reason == (
         "it holds compiled code for sm_90, which runs on NVIDIA H200"

@@ -50,7 +50,7 @@ def compared(a: object, b: object, **options: Any) -> Diff:
 
 def checked(result: Diff) -> Diff:
     validate(json.loads(json.dumps(result.to_dict(), allow_nan=False)), SCHEMA)
-    assert str(result).startswith("same: " if result.same else "different: ")
+    assert str(result).startswith("same: " if result.same else ("different: ", "not compared: "))
     assert '<div class="tl-head">' in result._repr_html_()
     return result
 

@@ -26,6 +26,7 @@ from transload.errors import LoadError
 from transload.findings import SEVERITIES, Finding, Problem, Severity, join_names, quoted
 from transload.formats.arrays import are_plain
 from transload.frozen import Frozen, Plain, replace
+from transload.io.sources import is_url
 from transload.judge import judge
 from transload.judge.names import PLAIN_VALUES
 from transload.judge.problems import WITHOUT_CODE, refuse_broken, rules, sentence_of
@@ -200,9 +201,13 @@ def checked(
     in_file = checkpoint.traits.container in ("zip", "stream")
     if not refusal and tags and in_file and checkpoint.safety != "dangerous":
         title = f"plain torch.load needs {', '.join(tags)}, which is not available here"
-        fix = "transload.load loads it as shown above. To make plain torch.load work, here and anywhere:"
-        command = f"$ transload retag {quoted(checkpoint.path)} --to cpu"
-        findings.append(Finding("tags-elsewhere", "note", title, (), (fix, command)))
+        fix: tuple[str, ...] = (
+            "transload.load loads it as shown above. To make plain torch.load work, here and anywhere:",
+            f"$ transload retag {quoted(checkpoint.path)} --to cpu",
+        )
+        if is_url(checkpoint.path):
+            fix = ("transload.load loads it as shown above. In a copy on this machine, transload retag changes that.",)
+        findings.append(Finding("tags-elsewhere", "note", title, (), fix))
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return replace(result, refusal=refusal, findings=tuple(findings))
 
@@ -413,6 +418,8 @@ def compatibility(checkpoint: Checkpoint, machine: Machine) -> Compatibility:
             kernels.append((part.name, (facts.get("target", part.kind),), 0))
         elif "GPU code inside" in facts:
             kernels.append((part.name, tuple(facts["GPU code inside"].split(", ")), 0))
+    if checkpoint.integrity == "not-a-checkpoint":
+        return Compatibility(False, "it is not a checkpoint", compared, recorded)
     if not kernels:
         reason = _TENSORS if checkpoint.tensors else "it contains no GPU code"
         return Compatibility(True, reason, compared, recorded)
@@ -657,7 +664,8 @@ def report(check: Check) -> Iterator[Block]:
         yield from findings([finding])
     if outcome.outcome == "raises" and (outcome.text or outcome.exact):
         how = "word for word" if outcome.exact else "approximately"
-        yield from heading("torch.load(FILE) says", f"torch {printable(outcome.torch, 40)}, {how}")
+        of_what = "(FILE)" if not is_url(check.checkpoint.path) else ", of a copy on this machine,"
+        yield from heading(f"torch.load{of_what} says", f"torch {printable(outcome.torch, 40)}, {how}")
         message = f"{outcome.error}: {outcome.text}" if outcome.text else outcome.error
         for bold in ("\033[1m", "\033[0m"):
             message = message.replace(bold, "")

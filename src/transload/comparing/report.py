@@ -196,7 +196,12 @@ def _verdict(diff: Diff, different: Sequence[TensorDiff]) -> Words:
         what += ["other tensors are tied"] if diff.ties else []
         what += ["not all values were compared"] if diff.unlisted else []
         return ("different", "bad"), (f": {', '.join(what)}", "")
-    words = f": {count(len(changed))} of {plural(total, 'tensor')} {'differs' if len(changed) == 1 else 'differ'}"
+    unread = sum(tensor.status == "unread" for tensor in changed)
+    if unread == len(changed):
+        return ("not compared", "bad"), (f": {count(unread)} of {plural(total, 'tensor')}", "")
+    words = f": {count(len(changed) - unread)} of {plural(total, 'tensor')} "
+    words += "differs" if len(changed) - unread == 1 else "differ"
+    words += f", {count(unread)} could not be compared" if unread else ""
     most, worst = max(((_most(tensor), _named(tensor)) for tensor in different), default=(0.0, ""))
     words += f"; most in {worst}, by up to {most:.3g}" if most else ""
     return ("different", "bad"), (words, "")

@@ -48,7 +48,8 @@ def judged_by(checkpoint: Checkpoint, refuse: Collection[str], max_size: int = 0
     if "gpu" in refused and checkpoint.devices:
         tags = (f"{use.device}: {plural(use.tensors, 'tensor')}" for use in checkpoint.devices if _is_gpu(use.device))
         fix: tuple[str, ...] = checkpoint.traits.retag[1:] if checkpoint.traits.program else ()
-        if checkpoint.traits.container in ("zip", "stream") and is_named(checkpoint.path):
+        here = is_named(checkpoint.path) and "://" not in checkpoint.path
+        if checkpoint.traits.container in ("zip", "stream") and here:
             fix = (
                 "This makes plain torch.load work anywhere:",
                 f"$ transload retag {quoted(checkpoint.path)} --to cpu",
