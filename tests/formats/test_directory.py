@@ -439,6 +439,26 @@ class TestDcp:
         checkpoint = inspect(dcp)
         assert (checkpoint.safety, checkpoint.ok, checkpoint.findings) == ("data-only", True, ())
 
+    def test_nor_does_one_that_python_3_11_2_wrote(self, dcp: Path) -> None:
+        """It looks up the members of enumerations by ``getattr``, which is accepted for nothing else."""
+        from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as FORMAT
+        from torch.distributed.checkpoint.metadata import Metadata
+
+        index = pickle.loads((dcp / ".metadata").read_bytes())
+        owners: list[tuple[Any, str]] = [(FORMAT, "data-only"), (Metadata, "data-only"), (Merger, "needs-trust")]
+        for owner, safety in owners:
+
+            class ByName:
+                def __init__(self, owner: type, name: str) -> None:
+                    self.parts = owner, name
+
+                def __reduce__(self) -> tuple[Callable[..., Any], tuple[type, str]]:
+                    return getattr, self.parts
+
+            index.planner_data = ByName(owner, "TORCH_CONTIGUOUS_FORMAT")
+            (dcp / ".metadata").write_bytes(pickle.dumps(index))
+            assert inspect(dcp).safety == safety, owner
+
     @pytest.mark.parametrize(
         ("function", "safety"), [(Merger, "needs-trust"), (print, "dangerous"), (os.getcwd, "dangerous")]
     )

@@ -644,7 +644,7 @@ def holds_records(pickles: Sequence[Pickle], judged: Judgement) -> bool:
     """
     if not _names_records(judged) and not _names_records(judge_pickles(pickles)):
         return False
-    if not are_plain(pickles):
+    if not are_plain(pickles) or not all(map(_finds_members, pickles)):
         return False
     calls = (call for pickle in pickles for call in calls_of(pickle, names.RECORDS, _called))
     return all(
@@ -656,9 +656,15 @@ def holds_records(pickles: Sequence[Pickle], judged: Judgement) -> bool:
     )
 
 
+def _finds_members(pickle: Pickle) -> bool:
+    """Whether a pickle uses ``getattr`` only for members of enumerations that are records, as Python 3.11.2 does."""
+    found = (_attribute(call) for call in calls_of(pickle, ("builtins.getattr",), _called))
+    return all(member is not None and full_name(member[0]) in names.RECORDS for member in found)
+
+
 def _names_records(judgement: Judgement) -> bool:
     """Whether a judgement has no names but those of data and of classes that only hold values."""
-    allowed = {*names.PLAIN_VALUES, *names.ALSO_DATA, *names.RECORDS}
+    allowed = {*names.PLAIN_VALUES, *names.ALSO_DATA, *names.RECORDS, "builtins.getattr"}
     if any(finding.code != "needs-trust" for finding in judgement.findings):
         return False
     return all(use.verdict == "data" or use.full_name in allowed for use in judgement.globals)
