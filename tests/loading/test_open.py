@@ -172,6 +172,13 @@ class TestNames:
         assert ("fc.bias",) not in names
         assert 3 not in names
 
+    def test_a_tensor_of_a_missing_shard(self, tmp_path: Path) -> None:
+        torch.save({"a": torch.ones(2)}, tmp_path / "a.bin")
+        index = {"weight_map": {"a": "a.bin", "b": "b.bin"}}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        with open_(tmp_path) as handle, pytest.raises(KeyError, match=r"no tensor 'b'; shards are missing: b\.bin"):
+            handle["b"]
+
     def test_lookup_by_path(self, handle: Handle) -> None:
         assert torch.equal(handle["model", "fc.bias"], torch.ones(2))
 

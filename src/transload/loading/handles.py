@@ -28,6 +28,7 @@ from transload.errors import (
     UsageError,
     warn,
 )
+from transload.findings import join_names
 from transload.formats.arrays import raw_bytes
 from transload.formats.gguf import header_values
 from transload.frozen import NamedTuple, replace
@@ -175,7 +176,10 @@ class Handle(Mapping[str, "torch.Tensor"]):
         below = [other for other in self._names if other.startswith(f"{text}/")]
         ending = [other for other in self._names if other.endswith((f"/{text}", f".{text}"))]
         near = below[:3] or ending[:3] or get_close_matches(text, self._names, 3)
-        raise KeyError(f"there is no tensor {text!r}" + (f"; similar: {', '.join(near)}" if near else ""))
+        what = f"there is no tensor {text!r}" + (f"; similar: {', '.join(near)}" if near else "")
+        if missing := [problem.where for problem in self.checkpoint.problems if problem.code == "shard-missing"]:
+            what += f"; shards are missing: {join_names(missing, 3)}"
+        raise KeyError(what)
 
     @cached_property
     def _paths(self) -> dict[tuple[Key, ...], Tensor]:
