@@ -63,7 +63,8 @@ def load(
     moved; or a list of devices, ``["cuda:1", "cpu"]``: everything goes to the first one that this machine has.
 
     A file object is read from its position on, and left where ``torch.load`` leaves it, so that objects saved one after
-    the other can be read until ``EOFError``; if the load fails, its position does not change.
+    the other, in the format before torch 1.6, can be read until ``EOFError``; if the load fails, its position does not
+    change.
 
     With ``weights_only`` nothing in the file is run: it is read into a tree, from which tensors and plain objects are
     built through a fixed table. One error lists all other names, unless the program has allowed them with
