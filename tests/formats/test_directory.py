@@ -441,11 +441,15 @@ class TestDcp:
 
     def test_nor_does_one_that_python_3_11_2_wrote(self, dcp: Path) -> None:
         """It looks up the members of enumerations by ``getattr``, which is accepted for nothing else."""
-        from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as FORMAT
+        from torch.distributed._shard.sharded_tensor import metadata
         from torch.distributed.checkpoint.metadata import Metadata
 
         index = pickle.loads((dcp / ".metadata").read_bytes())
-        owners: list[tuple[Any, str]] = [(FORMAT, "data-only"), (Metadata, "data-only"), (Merger, "needs-trust")]
+        owners: list[tuple[Any, str]] = [
+            (metadata.MEM_FORMAT_ENCODING, "data-only"),
+            (Metadata, "data-only"),
+            (Merger, "needs-trust"),
+        ]
         for owner, safety in owners:
 
             class ByName:
