@@ -107,7 +107,7 @@ class ThreadPool:
         """
         before, _here.pool = getattr(_here, "pool", None), self
         try:
-            all(map(self.start, works))
+            all(map(self._start, works))
             here()
         except BaseException as error:  # noqa: BLE001 - raised again when the threads have ended
             self._errors.append(error)
@@ -133,8 +133,8 @@ class ThreadPool:
             finally:
                 self._errors.clear()  # or the error would refer to itself through this frame, and keep all frames alive
 
-    def start(self, work: Callable[[], None]) -> bool:
-        """Do ``work`` in one more thread; false if the system allows no more. To be called while ``run`` runs."""
+    def _start(self, work: Callable[[], None]) -> bool:
+        """Do ``work`` in one more thread; false if the system allows no more."""
         thread = Thread(target=self._work, args=(work,), daemon=True)
         self._threads.append(thread)
         try:

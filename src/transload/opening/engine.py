@@ -231,7 +231,7 @@ def run_lanes(
     """Do all jobs, each lane in a thread; a single lane runs in this one. Raises the first error of a lane.
 
     ``jobs`` may be a generator: the first jobs are done while the last are prepared. ``report_progress`` is called in
-    this thread, which also asks for what is read next. ``growth`` says how many of the lanes run.
+    this thread, which also asks for what is read next. ``growth`` says how many of the lanes work; the others wait.
     """
     if len(lanes) == 1 and ahead is None:
         _run_lane(jobs, lanes[0], report_progress)
@@ -240,18 +240,28 @@ def run_lanes(
 
     pool = ThreadPool()
     queue: SimpleQueue[Job | None] = SimpleQueue()
-    end = partial(queue.put, None)
+    gate: SimpleQueue[int | None] = SimpleQueue()
     growth = growth or Growth(len(lanes), len(lanes))
 
-    def jobs_of(number: int) -> Iterator[Job]:
-        while number < growth.lanes:
+    def let_in(numbers: Iterable[int]) -> None:
+        for number in numbers:
+            gate.put(number)
+
+    def end() -> None:
+        queue.put(None)
+        gate.put(None)
+
+    def jobs_of() -> Iterator[Job]:
+        number = gate.get()
+        while number is not None and number < growth.lanes:
             job = queue.get()
             if job is None or pool.stopped:
-                end()  # for the other lanes
-                return
+                queue.put(None)  # for the other lanes
+                break
             begun, worked = perf_counter(), thread_time()
             yield job
             growth.add(number, job.wanted, perf_counter() - begun, thread_time() - worked)
+        gate.put(None)  # for those that wait: the number of lanes does not change any more
 
     def prepare() -> None:
         if not pool.started:
@@ -263,7 +273,7 @@ def run_lanes(
             if pool.stopped:
                 return
             queue.put(job)
-        end()
+        queue.put(None)
         running, reported = True, 0
         while running:
             asking = ahead is not None and not ahead.done
@@ -272,14 +282,15 @@ def run_lanes(
             if ahead is not None and not pool.stopped:
                 ahead.ask(done)
             if growth.open and not pool.stopped:
-                growth.update()
-                growth.open &= all(map(pool.start, works[pool.started : growth.lanes]))
+                let_in(growth.update())
             if report_progress and done > reported and not pool.stopped:
                 report_progress(done - reported)
             reported = done
 
-    works = [partial(lane.run, partial(next, jobs_of(number), None)) for number, lane in enumerate(lanes)]
-    pool.run(works[: growth.lanes], prepare, end)
+    let_in(range(growth.lanes))
+    # All threads start now, though some may only wait. One that started later could get the heap in which a thread of
+    # the caller, which has ended, allocated the memory to read to; and its blocks would keep that from the system.
+    pool.run([partial(lane.run, partial(next, jobs_of(), None)) for lane in lanes], prepare, end)
 
 
 class Growth:
@@ -303,11 +314,12 @@ class Growth:
         """Count a job of a lane, and how long it worked rather than waited."""
         self._done[lane].append((nbytes, seconds, worked))
 
-    def update(self) -> None:
-        """Change the number, if all that run have done two jobs since the last change."""
+    def update(self) -> range:
+        """Change the number, if all that run have done two jobs since the last change; return the lanes to add."""
+        before = self.lanes
         counted = [done[1:] for done in self._done[: self.lanes]]
         if not all(counted):
-            return
+            return range(0)
         nbytes, seconds, worked = map(sum, zip(*chain(*counted), strict=True))
         speed = self.lanes * nbytes / seconds
         if speed < self._faster * self._speed:
@@ -319,6 +331,7 @@ class Growth:
             else:
                 self.open = False
         self._done = [[] for _ in range(self._most)]
+        return range(before, self.lanes)
 
 
 def _run_lane(jobs: Iterable[Job], lane: Lane, report_progress: ReportProgress | None) -> None:
