@@ -405,6 +405,16 @@ def test_error_of_a_lane_that_was_added_is_raised() -> None:
     assert sum(len(lane.taken) for lane in lanes) < 200
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_lanes_that_wait_end_when_all_others_fail(first: int) -> None:
+    def fail(_: Job) -> None:
+        time.sleep(0.01)
+        raise Broken
+
+    with pytest.raises(Broken):
+        run_lanes(cells(4), [Lane(fail) for _ in range(8)], growth=engine.Growth(first, 8))
+
+
 # -- interrupts
 
 INTERRUPTED = """

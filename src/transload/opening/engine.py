@@ -275,7 +275,7 @@ def run_lanes(
             queue.put(job)
         queue.put(None)
         running, reported = True, 0
-        while running:
+        while running and not pool.stopped:
             asking = ahead is not None and not ahead.done
             running = pool.wait(_POLL_OFTEN if asking else _POLL_GROWTH if growth.open else _POLL)
             done = sum(lane.done for lane in lanes)
