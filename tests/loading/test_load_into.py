@@ -1163,6 +1163,22 @@ def test_an_optimizer_of_a_model_on_the_meta_device_gets_the_new_parameters() ->
     assert_same_state(other, model)
 
 
+@pytest.mark.parametrize("wanted", [torch.optim.AdamW, torch.optim.SGD])
+def test_state_of_another_kind_of_optimizer_is_noted(wanted: Any) -> None:
+    """torch loads it without a word, and the optimizer begins anew with settings that are not its own."""
+    model, optimizer = trained(torch.optim.AdamW)
+    for group in optimizer.param_groups:  # as an older release, with a scheduler, saved it
+        del group["maximize"]
+        group["initial_lr"] = 1.0
+    file = file_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fresh = wanted([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_into(model, file, optimizer=fresh)
+    expected = "the file may be of another kind: it has amsgrad, betas, eps, this one has dampening, momentum"
+    assert [expected in str(warning.message) for warning in caught] == ([True] if wanted is torch.optim.SGD else [])
+
+
 def test_what_does_not_fit_an_optimizer_is_said() -> None:
     model, optimizer = trained(torch.optim.AdamW)
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Path = tuple[Key, ...]
 _GROUPS = "param_groups"
+_FLAGS = {"capturable", "decoupled_weight_decay", "differentiable", "foreach", "fused", "initial_lr", "maximize"}
+"""Settings that releases of torch have added to its optimizers, and the one that every scheduler adds."""
 
 
 class StatePlace(NamedTuple):
@@ -71,6 +73,7 @@ class OptimizerPlan:
             if parameter.requires_grad:
                 missing += [key for (key, _), (_, entry) in zip(slots, entries, strict=True) if not entry]
         self._settings = [self._group_settings([names[key] for key in group], at) for at, group in enumerate(keys)]
+        self._note_another_kind(getattr(optimizer, "defaults", {}))
         unused = states.keys() - set(names.values())
         if missing and len(missing) < len(names):
             self.notes.append(f"no optimizer state for {join_names(missing, SHOWN)}")
@@ -139,6 +142,15 @@ class OptimizerPlan:
                 )
             chosen = (fitting or [chosen])[0]
         return {name: self._built(value) for name, value in chosen.items() if name != "params"}
+
+    def _note_another_kind(self, defaults: dict[str, Any]) -> None:
+        """Note if the file and the optimizer each have settings that the other lacks: torch would mix them."""
+        saved = set().union(*self._settings)
+        absent = defaults.keys() - saved - _FLAGS
+        surplus = saved - defaults.keys() - _FLAGS
+        if absent and surplus:
+            theirs, ours = (join_names(sorted(names), SHOWN) for names in (surplus, absent))
+            self.notes.append(f"the optimizer in the file may be of another kind: it has {theirs}, this one has {ours}")
 
     def _built(self, value: Tensor | Path | None) -> Any:
         """A value of the file that is not sharded."""
