@@ -391,3 +391,12 @@ def test_file_changed_during_load_into_is_a_broken_file_error(tmp_path: Path, mo
     monkeypatch.setattr("transload.loading.handles.fill", changed)
     with pytest.raises(BrokenFileError, match="was changed while it was read"):
         load_into(torch.nn.Linear(8, 8, bias=False), path)
+
+
+def test_file_changed_while_it_is_open_is_a_broken_file_error(shards: list[Path]) -> None:
+    with open_(shards[0].parent) as handle:
+        assert handle[shards[0].name].sum() == 1 << 18
+        torch.save({shards[0].name: torch.zeros(1 << 18)}, shards[0])
+        os.utime(shards[0], ns=(0, 0))
+        with pytest.raises(BrokenFileError, match="was changed while it was read"):
+            handle.slice(shards[0].name)[:10]

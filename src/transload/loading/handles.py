@@ -82,7 +82,7 @@ def open(f: SourceLike, *, device: Any = "auto", dtype: Any = None) -> Handle:  
     this machine has, ``None`` on the device it was saved on. ``dtype`` converts floating-point tensors. Nothing in the
     file is run, so files that ``torch.load`` only loads with ``weights_only=False`` can be opened, too; only reading a
     tensor of a class that is not allowed, such as a quantized one of torchao, raises ``UnsafeError``. In a damaged
-    file, every tensor whose bytes are there can be read.
+    file, every tensor whose bytes are there can be read. Once a program has written to the file, nothing more can be.
     """
     import torch
 
@@ -160,8 +160,11 @@ class Handle(Mapping[str, "torch.Tensor"]):
         return Lazy(self, self._find(name))
 
     def _read(self, tensor: Tensor, index: Index) -> torch.Tensor:
-        self._opened.check_open()
-        return self._opened.read(tensor, index, self._opened.device(tensor.device), self._dtype)
+        opened = self._opened
+        opened.check_open()
+        read = opened.read(tensor, index, opened.device(tensor.device), self._dtype)
+        opened.check_unchanged()
+        return read
 
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:
         self._opened.check_open()

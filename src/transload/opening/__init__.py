@@ -121,7 +121,7 @@ class OpenCheckpoint:
 
     def check_unchanged(self) -> None:
         """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed."""
-        for source in self._open.values():
+        for source in [*self._open.values()]:  # another thread may open one
             if source.is_changed():
                 raise was_changed(source.name)
 
