@@ -13,7 +13,8 @@ from tests.diagnose.windows_trees import SYSTEM, windows_host
 from tests.each import each
 
 from transload.diagnose.host import Host, memory
-from transload.diagnose.windows import MemoryStatus, Registry
+from transload.diagnose.windows import Registry
+from transload.io.limits import MemoryStatus
 from transload.machine import Unknown
 
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Final
 
 from transload.diagnose.host import Host
-from transload.diagnose.windows import MemoryStatus, Registry, WindowsDevice
+from transload.diagnose.windows import Registry, WindowsDevice
+from transload.io.limits import MemoryStatus
 from transload.machine import Unknown
 
 VERSION: Final = "580.159.04"

@@ -37,7 +37,7 @@ from transload.diagnose.probes import _native as native
 from transload.diagnose.probes import probe
 from transload.diagnose.probes.libraries import torch_libraries
 from transload.diagnose.report import Diagnosis, judge_machine, report
-from transload.diagnose.windows import MemoryStatus
+from transload.io.limits import MemoryStatus
 from transload.machine import ExtensionPackage, Machine, Torch, TorchLibraries, TorchRun
 from transload.render.lines import as_text
 

@@ -19,7 +19,8 @@ from typing import Final
 from tests.diagnose.trees import RTX_4090, Card, Content, Tree, TreeHost, _without, write
 from tests.pe_forge import dll
 
-from transload.diagnose.windows import MemoryStatus, Registry, WindowsDevice
+from transload.diagnose.windows import Registry, WindowsDevice
+from transload.io.limits import MemoryStatus
 from transload.machine import Unknown
 
 Value = str | int | bytes | tuple[str, ...]

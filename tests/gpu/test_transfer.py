@@ -125,7 +125,7 @@ def test_pages_are_mapped_for_the_gpu_with_few_cores(
     torch.zeros(1, device="cuda")
     if cuda is None or not cuda.can_pin_read_only(0):
         pytest.skip("this GPU or its driver cannot read file-backed pages")
-    monkeypatch.setattr("transload.io.pool.cores", lambda: cores)
+    monkeypatch.setattr("transload.io.limits.cores", lambda: cores)
     monkeypatch.setattr(engine, "cached_fraction", lambda *_: 1.0)
     for _ in range(3):
         assert_same_tensors(transload.load(mixed, map_location="cuda"), loaded_by_torch(mixed))

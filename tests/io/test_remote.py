@@ -424,7 +424,7 @@ def test_a_server_without_ranges(server: FileServer, monkeypatch: pytest.MonkeyP
 
     with fault(server, chunked):
         assert same(transload.load(f"{server.url}/a.pt"), WEIGHTS)
-    monkeypatch.setattr(http, "_memory_left", lambda: 1_000_000)
+    monkeypatch.setattr(http, "memory", lambda: (2_000_000, 1_000_000))
     with pytest.raises(CannotReadError, match=r"only 500,000 may be kept.*\n.*knows no ranges"):
         transload.load(f"{server.url}/a.pt")
     with fault(server, chunked), pytest.raises(CannotReadError, match="longer than 500,000"):

@@ -55,7 +55,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch, "cuda", Cards([]))
     monkeypatch.setattr(torch, "xpu", Cards([]), raising=False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    monkeypatch.setattr("transload.diagnose.host.memory", lambda _: (16 * GIB, 10 * GIB))
+    monkeypatch.setattr("transload.io.limits.memory", lambda: (16 * GIB, 10 * GIB))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     return monkeypatch
 

@@ -200,7 +200,7 @@ def test_file_truncated_during_load_is_a_broken_file_error(tmp_path: Path) -> No
 
 def test_checkpoint_larger_than_free_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transload.loading.placement._LITTLE", 0)
-    monkeypatch.setattr("transload.diagnose.host.memory", lambda _: (64, 16))
+    monkeypatch.setattr("transload.io.limits.memory", lambda: (64, 16))
     with pytest.raises(DoesNotFitError) as raised:
         load(forge.checkpoint())
     assert isinstance(raised.value, MemoryError)

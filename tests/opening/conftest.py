@@ -32,7 +32,7 @@ def set_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Pretend to have this many CPU cores."""
 
     def pretend(count: int) -> None:
-        monkeypatch.setattr("transload.io.pool.cores", lambda: count)
+        monkeypatch.setattr("transload.io.limits.cores", lambda: count)
 
     return pretend
 

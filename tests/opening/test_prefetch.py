@@ -224,7 +224,7 @@ def test_the_current_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
 def test_at_most_half_of_the_memory_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(tmp_path / "model.pt")
     monkeypatch.setattr(prefetch, "_PIECE", MIB)
-    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 9 * MIB, "SC_PAGE_SIZE": 1}[name])
+    monkeypatch.setattr(prefetch, "memory", lambda: (9 * MIB, -1))
     reading = transload.prefetch(path)
     assert reading.wait(DEADLINE)
     assert reading.nbytes == 4 * MIB

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transload.diagnose import windows
-from transload.diagnose.windows import MemoryStatus, Registry, WindowsDevice
+from transload.diagnose.windows import Registry, WindowsDevice
+from transload.io import limits
+from transload.io.limits import MemoryStatus
 from transload.machine import Unknown
 
 _LIMIT = 1 << 20  # bytes read of a file by default: some files in /proc never end
@@ -215,10 +217,7 @@ class Host:
 
     def memory_status(self) -> MemoryStatus:
         """How much memory a Windows machine has, and can still promise to this process."""
-        try:
-            return windows.memory_status()
-        except (OSError, AttributeError):
-            return MemoryStatus()
+        return limits.memory_status()
 
     def sysctl(self, name: str) -> int:
         """A number that macOS has under a name, such as ``sysctl.proc_translated``; -1 if there is none."""
@@ -283,35 +282,9 @@ def int_or(text: str, default: int) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < _DIGITS else default
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-_CGROUPS = (
-    (r"^0::(/.*)", "/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    (
-        *(r"^\d+:(?:[^:\n]+,)?memory(?:,[^:\n]+)?:(/.*)", "/sys/fs/cgroup/memory"),
-        *("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ),
-)
-"""Versions 2 and 1: the line of /proc/self/cgroup, where the groups are, and the names of what they report."""
-_NO_LIMIT = 1 << 60  # without a limit, cgroup v1 reports a little less than 2**63
-
-
 def memory(host: Host) -> tuple[int, int]:
     """Total and available bytes, -1 if unknown. The limit of a container counts if it is lower."""
     if host.windows:
         status = host.memory_status()
         return status.total, status.free
-    sizes = {name: int(kib) * 1024 for name, kib in host.findall(r"^(\w+):\s*(\d{1,19})\b", "/proc/meminfo")}
-    total, free = sizes.get("MemTotal", -1), sizes.get("MemAvailable", sizes.get("MemFree", -1))
-    for line, root, most, used, inactive in _CGROUPS:
-        group, path = root, "".join(host.findall(line, "/proc/self/cgroup")[:1])
-        for step in path.split("/"):  # the first is empty: the root. Every group above this process may have a limit
-            group += f"/{step}" if step not in ("", "..") else ""
-            limit = int_or(host.line(f"{group}/{most}"), -1)
-            if 0 <= limit < _NO_LIMIT:
-                cached = host.findall(rf"^{inactive} (\d{{1,19}})$", f"{group}/memory.stat")  # reclaimable
-                taken = int_or(host.line(f"{group}/{used}"), 0) - int(cached[0] if cached else 0)
-                left = max(0, limit - max(0, taken))
-                total = min(total, limit) if total >= 0 else limit
-                free = min(free, left) if free >= 0 else left
-    return total, free
+    return limits.memory(lambda path: host.text(path) or "")

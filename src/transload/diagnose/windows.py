@@ -1,4 +1,4 @@
-"""What only Windows answers: its registry, which devices are present, and how much memory is left.
+"""What only Windows answers: its registry, and which devices are present.
 
 These functions raise if Windows does not answer, or is not there; ``Host`` turns that into facts.
 """
@@ -43,15 +43,6 @@ class WindowsDevice(NamedTuple):
     problem: int = 0
 
 
-class MemoryStatus(NamedTuple):
-    """Bytes of memory of a Windows machine; the commit limit is memory and page file together. -1: unknown."""
-
-    total: int = -1
-    free: int = -1
-    commit_limit: int = -1
-    commit_free: int = -1
-
-
 def registry(key: str) -> Registry:
     """A key of the registry, as a 64-bit program sees it."""
     root, _, below = key.partition("/")
@@ -85,16 +76,6 @@ def devices() -> tuple[WindowsDevice, ...]:
         has_problem = not failed and status.value & _HAS_PROBLEM
         listed.append(WindowsDevice(name.replace("\\", "/"), problem.value if has_problem else 0))
     return tuple(listed)
-
-
-def memory_status() -> MemoryStatus:
-    """What ``GlobalMemoryStatusEx`` returns."""
-    import ctypes
-
-    fields = (ctypes.c_uint64 * 8)(64)  # the size of the structure and the load, 32 bits each, then seven amounts
-    if not _library("kernel32").GlobalMemoryStatusEx(ctypes.byref(fields)):
-        return MemoryStatus()
-    return MemoryStatus(*fields[1:5])
 
 
 def _library(name: str) -> Any:

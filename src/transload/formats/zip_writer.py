@@ -32,7 +32,7 @@ from transload.formats.zip import (
 from transload.frozen import NamedTuple
 from transload.io.atomic import DescriptorFile, FileObject
 from transload.io.checksums import crc32_combine, fastest_crc32
-from transload.io.pool import cores
+from transload.io.limits import cores
 
 Buffer = Any  # bytes, or a memoryview of them: there is no name for both before Python 3.12
 Sink = DescriptorFile | FileObject  # where an archive goes

@@ -26,6 +26,7 @@ from zlib import crc32
 
 from transload._version import __version__
 from transload.errors import BrokenFileError, CannotReadError, UsageError
+from transload.io.limits import memory
 from transload.io.pool import TICK, has_failed
 from transload.io.sources import shown
 
@@ -392,7 +393,8 @@ class HttpFile:
 
     def _read_whole(self, answer: Answer, data: bytearray) -> None:
         """Read all of a body, as far as there is memory for it."""
-        most = _memory_left() // 2
+        _, free = memory()
+        most = (free if free >= 0 else _UNKNOWN_MEMORY) // 2
         fix = f"{_DOWNLOAD} The server knows no ranges, so all of it would have to be in memory."
         nbytes = answer.left
         if nbytes > most:
@@ -539,12 +541,6 @@ class HttpFile:
         elif tries > 1:
             what += f" ({tries} tries)"
         return CannotReadError(what, where=self.name, fix=fix)
-
-
-def _memory_left() -> int:
-    with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) << 10
-    return _UNKNOWN_MEMORY
 
 
 def _version(answer: Answer) -> tuple[str, str]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread, local
 from typing import TextIO, TypeVar
 
 from transload.errors import CannotReadError, UsageError
+from transload.io.limits import cores
 from transload.io.sources import Progress, Source
 
-_GROUP = "/sys/fs/cgroup"
 _MOST = 32  # more threads wait for memory bandwidth, and each has a buffer
 _EVERY = 0.1  # seconds between two updates of the line
 TICK = 0.5  # seconds after which a thread that waits looks whether anybody still needs what it waits for
@@ -25,42 +24,6 @@ _TINY = 8 << 10  # nor for tensors this small: finding them, one thread at a tim
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 _here = local()  # the pool that a thread works for
-
-
-def cores(root: str = "") -> int:
-    """The cores this process may use: its CPU affinity, limited by the CPU quotas of its control groups."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for folder in _groups(root):
-        limit = _words(f"{folder}/cpu.max") or _words(f"{folder}/cpu.cfs_quota_us") + _words(
-            f"{folder}/cpu.cfs_period_us"
-        )
-        if len(limit) == 2 and all(word.isdigit() for word in limit) and int(limit[1]):  # not "max", or -1
-            bound = min(bound, -(-int(limit[0]) // int(limit[1])))  # quota divided by period, rounded up
-    return max(1, bound)
-
-
-def _groups(root: str) -> Iterator[str]:
-    """The folders of the process's control groups, and of those around them, in both versions of Linux's interface.
-
-    In a container its own group is usually the root; otherwise the quota may be that of a service or a batch job.
-    """
-    yield from (f"{root}{_GROUP}", f"{root}{_GROUP}/cpu")
-    for line in _words(f"{root}/proc/self/cgroup"):
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" or "cpu" in controllers.split(","):
-            folder = f"{root}{_GROUP}" if number == "0" else f"{root}{_GROUP}/cpu"
-            for name in path.split("/")[1:]:
-                folder = f"{folder}/{name}"
-                yield folder
-
-
-def _words(path: str) -> list[str]:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().split()
-    except OSError:
-        return []
 
 
 def threads() -> int:

@@ -464,7 +464,7 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
 
     If only the CPU is wanted, no accelerator is initialised: a forked worker process cannot do that, and the first use
     of a GPU costs half a second and half a gigabyte. Free memory is determined for the devices that may be used. That
-    of the host takes 4 ms, so it is left out if ``nbytes``, the bytes to load, are few, or if accelerators that are
+    of the host takes 1 ms, so it is left out if ``nbytes``, the bytes to load, are few, or if accelerators that are
     here are wanted, and each has room for all.
     """
     every = [*wanted]
@@ -477,9 +477,9 @@ def devices_here(wanted: Iterable[str], nbytes: int = _LITTLE) -> Devices:
     found = [devices.get(name) for name in names]
     has_room = names == every != [] and all(device is not None and device.free >= nbytes for device in found)
     if nbytes >= _LITTLE and not has_room:
-        from transload.diagnose.host import Host, memory
+        from transload.io.limits import memory
 
-        total, free = memory(Host())
+        total, free = memory()
         devices = replace(devices, available=(Device("cpu", free, total), *devices.available[1:]))
     return devices
 

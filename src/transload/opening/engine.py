@@ -193,7 +193,7 @@ def forecast(path: str, host: int, cuda: int) -> Choice:
         return choose(Facts(host, cuda, 1, None, on_disk=False, far=(host + cuda) // CELL + 1))
     if host + cuda < FEW_BYTES:
         return choose(Facts(host, cuda, 1, None))
-    from transload.io.pool import cores
+    from transload.io.limits import cores
 
     facts = Facts(host, cuda, cores(), None, huge=host >= FEW_BYTES and huge_pages_pay(host))
     with suppress(CannotReadError), closing(FileSource(path)) as file:
@@ -370,7 +370,7 @@ def read_ranges(
     if any(source.far for source in sources):
         facts = facts._replace(far=sum((at + n) // CELL - at // CELL + 1 for _, at, n, _ in requests))
     if host + cuda >= FEW_BYTES:
-        from transload.io.pool import cores
+        from transload.io.limits import cores
 
         facts = facts._replace(cores=cores(), huge=host >= FEW_BYTES and huge_pages_pay(host))
     if host + cuda >= FEW_BYTES and facts.on_disk:

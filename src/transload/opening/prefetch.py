@@ -15,6 +15,7 @@ from threading import Lock, Thread
 
 from transload.errors import LoadError
 from transload.io.cache import STREAMING, WARM, cached_fraction, file_system
+from transload.io.limits import memory
 from transload.io.paths import folder_of, is_set
 from transload.io.sources import FileSource, is_url, shown
 
@@ -68,8 +69,8 @@ def prefetch(path: str | os.PathLike[str]) -> Prefetch:
     If it is not done by then, ``load`` reads the rest. ``path`` is a file, a directory, or the index of shards.
 
     It is a hint: it raises nothing, and does nothing where it cannot help, such as for a file that is cached already,
-    for one on tmpfs, and on Windows. At most half of the machine's memory is filled, with clean pages that the system
-    can drop at any time.
+    for one on tmpfs, and on Windows. At most half of the memory that this process may use is filled, with clean pages
+    that the system can drop at any time.
 
     >>> transload.prefetch("model.pt")      # doctest: +SKIP
     >>> import torch                        # doctest: +SKIP
@@ -176,7 +177,7 @@ def _waits(source: FileSource) -> bool:
 
 def _pieces(paths: list[str]) -> Iterator[tuple[FileSource, int, int]]:
     """What to read, in order, as ranges of files, each of which is open only while it is read."""
-    left = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    left = memory()[0] // 2
     for source in filter(_helps, map(FileSource, paths)):  # each closes itself when its last range is dropped
         piece = min(_PIECE, max(_LEAST, source.size // _NETWORK_THREADS)) if _waits(source) else _PIECE
         for begin in range(0, source.size, piece):

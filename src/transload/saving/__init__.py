@@ -39,8 +39,9 @@ from transload.io import gc_paused
 from transload.io.atomic import AtomicFile, FileObject, InPlaceFile, is_atomic, target_path
 from transload.io.checksums import fastest_crc32
 from transload.io.cuda_driver import DriverError, cuda_driver
+from transload.io.limits import cores
 from transload.io.memory import Pages, copy, memory_at
-from transload.io.pool import cores, each, progress_counter
+from transload.io.pool import each, progress_counter
 from transload.io.sources import Progress
 from transload.saving.background import background
 from transload.saving.pickling import Stored, merged_ranges, pickled

@@ -1,4 +1,4 @@
-"""The number of usable CPU cores: the affinity of the process and the quota of its cgroup."""
+"""What this process may use: its cores, by affinity and by the quotas of its control groups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transload.io.pool import cores
+from transload.io.limits import ReadText, cores, read_text
 
 GROUPS = {
     "integer quota": ({"cpu.max": "300000 100000"}, 3),
@@ -55,6 +55,11 @@ def _affinity_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
 
+def below(folder: Path) -> ReadText:
+    """The files of a folder, as if it were the root."""
+    return lambda path: read_text(f"{folder}{path}")
+
+
 @pytest.mark.usefixtures("_affinity_of_eight")
 @pytest.mark.parametrize(("group", "expected"), GROUPS.values(), ids=GROUPS.keys())
 def test_cgroup_quota_limits_the_cores(group: dict[str, str], expected: int, tmp_path: Path) -> None:
@@ -62,15 +67,15 @@ def test_cgroup_quota_limits_the_cores(group: dict[str, str], expected: int, tmp
         path = tmp_path / name[1:] if name[0] == "/" else tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="latin1")
-    assert cores(str(tmp_path)) == expected
+    assert cores(below(tmp_path)) == expected
 
 
 def test_without_affinity_the_cpu_count_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
-    assert cores(str(tmp_path)) == 6
+    assert cores(below(tmp_path)) == 6
     monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert cores(str(tmp_path)) == 1
+    assert cores(below(tmp_path)) == 1
 
 
 def test_cores_of_this_machine() -> None:
