@@ -8,7 +8,7 @@ import mmap
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.forge import deflated
 
 import transload
 from transload.io.packed import Inflating
-from transload.io.sources import BytesSource, FileSource, ObjectSource, Slice, Source
+from transload.io.sources import BytesSource, Claim, FileSource, ObjectSource, Slice, Source
 
 
 def source_of(kind: str, data: bytes, folder: Path) -> Source:
@@ -55,6 +55,33 @@ def test_negative_offset_reads_nothing(kind: str, tmp_path: Path) -> None:
     buffer = bytearray(4)
     assert (source.read(-2, 4), source.readinto(-2, memoryview(buffer)), bytes(buffer)) == (b"", 0, bytes(4))
     source.close()
+
+
+def test_slice_asks_its_base_for_what_lies_in_it() -> None:
+    base = Recorder(b"xx" + b"abcdef" + b"yy")
+    part = Slice(base, 2, 6, "part")
+    part.prepare([(0, 4), (4, 9)])
+    assert part.read_all([(1, 2), (4, 9), (-1, 3)]) == [b"bc", b"ef", b""]
+    assert [part.holds(3, 2), part.holds(0, 2)] == [True, False]
+    part.expect([Claim(0, 2, 3, lambda raw: raw.decode())])
+    assert base.prepared == [(2, 4), (6, 2)]
+    assert [claim[:3] for claim in base.claims] == [(2, 4, 5)]
+
+
+class Recorder(BytesSource):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.prepared: list[tuple[int, int]] = []
+        self.claims: list[Claim] = []
+
+    def prepare(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self.prepared += ranges
+
+    def holds(self, offset: int, count: int) -> bool:
+        return (offset, count) == (5, 2)
+
+    def expect(self, claims: Sequence[Claim]) -> None:
+        self.claims += claims
 
 
 class MinimalFile:

@@ -63,6 +63,28 @@ def test_connections_are_used_again(server: FileServer) -> None:
     assert server.connections < len(server.log)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_connections_are_not_used_in_a_forked_child(server: FileServer) -> None:
+    """Both would continue one encrypted stream."""
+    client, url = http.Client(), f"{server.url}/a.pt"
+
+    def size() -> int:
+        with client.get(url, {"Range": "bytes=0-9"}, url) as answer:
+            return answer.read_into(memoryview(bytearray(20)))
+
+    assert (size(), size(), server.connections) == (10, 10, 1)
+    child = os.fork()
+    if not child:
+        with suppress(BaseException):
+            os._exit(size())
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 10
+    assert server.connections == 2
+    assert (size(), server.connections) == (10, 2)
+    client.close()
+
+
 def test_certificate_without_a_known_authority_is_refused_at_once(
     server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
