@@ -23,7 +23,15 @@ from tests.retagging.power import Disk, journals
 
 import transload
 from transload.cli.main import main
-from transload.errors import BusyFileError, CannotReadError, CannotWriteError, RetagError, TransloadError, UsageError
+from transload.errors import (
+    BusyFileError,
+    CannotReadError,
+    CannotWriteError,
+    ForbiddenFileError,
+    RetagError,
+    TransloadError,
+    UsageError,
+)
 from transload.io import journal
 from transload.io.journal import apply, recover
 from transload.io.sources import has_journal
@@ -199,6 +207,17 @@ def test_read_only_file_is_refused(path: Path) -> None:
     path.chmod(0o444)
     assert "read-only" in refused(path).what
     assert f"{'attrib -r' if os.name == 'nt' else 'chmod u+w'} {path}" in refused(path).fix
+
+
+def test_unreadable_file_is_not_called_read_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: str, flags: int) -> int:
+        raise PermissionError(errno.EACCES, f"Permission denied ({flags:o})", path)
+
+    path.chmod(0)
+    monkeypatch.setattr(os, "open", forbidden)  # root can read every file
+    with pytest.raises(ForbiddenFileError, match="Permission denied") as caught:
+        retag(path, "cpu")
+    assert "read permission" in caught.value.fix
 
 
 def test_pipe_and_directory_are_refused(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from transload.io.atomic import AtomicFile, cannot_write, flush_directory, refus
 from transload.io.packed import Assembly, SourceRange
 from transload.io.sources import (
     BytesSource,
+    FileSource,
     Source,
     cannot_read,
     has_journal,
@@ -175,6 +176,7 @@ def refuse_in_place(path: str, *, hard_links: bool) -> None:
         what = f"the same file has {status.st_nlink} names (hard links), and would change under all of them"
         raise RetagError(what, where=path, fix=f"{copy}, or allow that: --hard-links (hard_links=True in Python).")
     if not status.st_mode & 0o222:
+        FileSource(path).close()  # raises if it cannot be read either
         allow = "attrib -r" if os.name == "nt" else "chmod u+w"
         raise RetagError("it is read-only", where=path, fix=f"{copy}, or allow it: {allow} {quoted(path)}")
 
