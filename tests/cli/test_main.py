@@ -240,6 +240,11 @@ def test_public_names_resolve_and_nothing_else_is_listed() -> None:
         ["retag", "nope.pt"],
         ["rescue", "nope.pt"],
         ["verify"],
+        ["inspect"],
+        ["inspect", "--color", "pink", "nope.pt"],
+        ["diff", "nope.pt"],
+        ["convert", "nope.pt", "--frob"],
+        ["doctor", "--timeout", "soon"],
     ],
     ids=" ".join,
 )
@@ -255,8 +260,17 @@ def test_errors_are_json_with_the_json_option(
     validate(document, schema)
     with pytest.raises(ValidationError):
         validate({**document, "tensors": []}, schema)
-    assert output.err.startswith("transload: ")
+    assert output.err.startswith(("transload: ", f"usage: transload {arguments[0]} "))
+    assert f"transload: {document['error']['what']}" in output.err or document["error"]["where"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_command_is_json_with_the_json_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspct", "x.pt", "--json"]) == 2
+    assert "did you mean" in json.loads(capsys.readouterr().out)["error"]["what"]
+    for command in ("completion", "run"):  # whose output is not JSON
+        assert main([command, "--frob", "--json"]) == 2
+        assert not capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot delete the current folder")

@@ -41,6 +41,7 @@ requested command is imported.
 """
 
 _MODULES = {"completion": "completion", "doctor": "doctor", "inspect": "main", "run": "main"}
+_OWN_OUTPUT = ("completion", "run")  # whose output is a script, or that of the program
 _USAGE = "usage: transload COMMAND [options]"
 
 
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
             gc.freeze()  # the process ends: its last collection would only examine every object
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as shells report it
-    except SystemExit as leaving:  # argparse exits after printing its message
+    except SystemExit as leaving:  # argparse exits after printing the help
         return leaving.code if isinstance(leaving.code, int) else 0
     except BrokenPipeError:
         _silence_stdout()
@@ -99,33 +100,16 @@ def _dispatch(argv: list[str]) -> Outcome:
         print(f"transload {__version__}")
         return 0
     command, *rest = argv
-    if command not in COMMANDS:
-        from difflib import get_close_matches
-
-        from transload.cli.output import print_error
-        from transload.errors import UsageError
-        from transload.findings import quoted
-        from transload.render.words import printable
-
-        kind = "option" if command.startswith("-") else "command"
-        near = get_close_matches(command, COMMANDS, 1)
-        hint = f"did you mean 'transload {near[0]}'?" if near else "see 'transload --help'"
-        if command in ("load", "load_into", "open", "save"):
-            hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
-        elif os.path.exists(command):
-            hint = f"did you mean 'transload inspect {printable(quoted(command))}'?"
-        print(_USAGE, file=sys.stderr)
-        print_error(UsageError(f"there is no {kind} '{printable(command)}'; {hint}"))
-        return 2
-
-    parser = parser_of(command, rest)
-    # With an optional DST, options between SRC and DST need this.
-    intermixed = command in ("convert", "rescue")
-    arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
-    arguments.command = command
-    name = _MODULES.get(command, "commands")
-    module = __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
+    arguments: Namespace | None = None
     try:
+        _refuse_unknown(command)
+        parser = parser_of(command, rest)
+        # With an optional DST, options between SRC and DST need this.
+        intermixed = command in ("convert", "rescue")
+        arguments = parser.parse_intermixed_args(rest) if intermixed else parser.parse_args(rest)
+        arguments.command = command
+        name = _MODULES.get(command, "commands")
+        module = __import__(f"transload.cli.{name}", fromlist=[name])  # importlib would have to be imported first
         if getattr(arguments, "html", None) is not None and getattr(arguments, "gather", None) is None:
             from transload.cli.output import refuse_page
 
@@ -135,16 +119,39 @@ def _dispatch(argv: list[str]) -> Outcome:
         from transload.errors import TransloadError
 
         # Programs get the error as JSON; people read it on stderr.
-        if getattr(arguments, "json", False) in (True, "-") and isinstance(error, TransloadError):
+        as_json = getattr(arguments, "json", False) if arguments else command not in _OWN_OUTPUT and "--json" in rest
+        if as_json in (True, "-") and isinstance(error, TransloadError):
             from transload.cli.output import write_json
             from transload.render.json import error_to_dict
 
             path = getattr(arguments, "path", None) or getattr(arguments, "src", None) or ""
-            if command == "run":
+            if command == "run" and arguments:
                 path = arguments.words[0]
             write_json([error_to_dict(path, error)])
         raise
     return code
+
+
+def _refuse_unknown(command: str) -> None:
+    """Print the usage and raise an error, unless it is a command."""
+    if command in COMMANDS:
+        return
+    from difflib import get_close_matches
+
+    from transload.errors import UsageError
+    from transload.findings import quoted
+    from transload.render.words import printable
+
+    kind = "option" if command.startswith("-") else "command"
+    near = get_close_matches(command, COMMANDS, 1)
+    hint = f"did you mean 'transload {near[0]}'?" if near else "see 'transload --help'"
+    if command in ("load", "load_into", "open", "save"):
+        hint = f"in Python it is transload.{command}(…), and 'transload check FILE' says whether a file loads here"
+    elif os.path.exists(command):
+        hint = f"did you mean 'transload inspect {printable(quoted(command))}'?"
+    if sys.stderr is not None:
+        print(_USAGE, file=sys.stderr)
+    raise UsageError(f"there is no {kind} '{printable(command)}'; {hint}")
 
 
 def help_section(section: str) -> str:
@@ -163,7 +170,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
         def error(self, message: str) -> NoReturn:
             from difflib import get_close_matches
 
-            from transload.credentials import text_without_credentials
+            from transload.errors import UsageError
             from transload.findings import quoted
 
             options = self._option_string_actions
@@ -173,7 +180,9 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
                 message += f"; to name the file: {quoted(word)}"
             elif near := get_close_matches(word.partition("=")[0], options, 1, 0.7):
                 message += f"; did you mean {near[0]}?"
-            super().error(text_without_credentials(message))
+            if sys.stderr is not None:
+                self.print_usage(sys.stderr)
+            raise UsageError(message)
 
     does = COMMANDS[command]
     options, _, epilog = help_section(command).partition("\n\n")
@@ -198,7 +207,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
         if "type" in settings:
             settings["type"] = {"seconds": _seconds, "number": _number}[settings["type"]]
         parser.add_argument(*(part for part in parts if "=" not in part), **settings, help=text)
-    if command not in ("completion", "run"):  # the output of run is that of the program
+    if command not in _OWN_OUTPUT:
         parser.add_argument("--json", action="store_true", help="print everything as JSON")
         parser.add_argument("--html", metavar="OUT.html", help="also write a report for a browser")
         if "`--force`" not in options:
