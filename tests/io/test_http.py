@@ -19,7 +19,7 @@ from tests.file_server import TLS, FileServer, Handler, serve
 from tests.makers import saved
 
 import transload
-from transload.errors import CannotReadError, ForbiddenFileError, UsageError
+from transload.errors import CannotReadError, DirectoryError, ForbiddenFileError, MissingFileError, UsageError
 from transload.io import http, pool, remote
 
 SECRET = "hush-hush"  # noqa: S105 - what must not be printed
@@ -164,6 +164,38 @@ def test_a_redirect_to_what_is_no_url_is_an_error_about_the_server(target: str, 
     with pytest.raises(CannotReadError, match="redirects to what is not a URL") as caught:
         transload.load(f"{server.url}/a.pt")
     assert f"{server.url}/a.pt" in str(caught.value)
+
+
+def test_a_folder_without_a_slash_is_said_to_be_a_folder(server: FileServer) -> None:
+    """Servers add the slash by a redirect, and then list the folder or forbid that; others know no such file."""
+    pages = [(200, {"Content-Type": "text/html; charset=utf-8"}), (403, {}), (404, {})]
+    for status, headers in pages:
+
+        def answer(handler: Handler, status: int = status, headers: dict[str, str] = headers) -> bool:
+            to_folder = handler.path.startswith("/my%20runs?")
+            handler.reply(*((301, b"", {"Location": "/my%20runs/"}) if to_folder else (status, b"<html>", headers)))
+            return True
+
+        server.fault = answer
+        with pytest.raises(DirectoryError, match="it is a folder") as caught:
+            transload.load(f"{server.url}/my runs?key={SECRET}")
+        assert caught.value.fix == f"Name a file in it, or end the URL with a slash: {server.url}/my runs/"
+    server.fault = None
+    with pytest.raises(MissingFileError) as missing:
+        transload.load(f"{server.url}/runs")
+    assert missing.value.fix == "Check the URL. That of a folder ends with a slash."
+
+
+def test_a_file_at_a_url_that_gets_a_slash_is_read(server: FileServer) -> None:
+    server.files["a/"] = server.files["a.pt"]
+
+    def redirect(handler: Handler) -> bool:
+        if handler.path == "/a":
+            handler.reply(301, b"", {"Location": "/a/"})
+        return handler.path == "/a"
+
+    server.fault = redirect
+    assert same(transload.load(f"{server.url}/a"))
 
 
 def test_a_proxy_that_is_no_url_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:

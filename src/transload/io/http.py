@@ -357,6 +357,7 @@ class HttpFile:
                 if answer.status == 416 and answer.headers.get("Content-Range", "").endswith("*/0"):
                     self.size = 0
                     return b""
+                self._refuse_folder(answer)
                 if answer.status not in (200, 206):
                     self._refuse(answer)
                 self._refuse_encoded(answer)
@@ -456,6 +457,14 @@ class HttpFile:
             raise CannotReadError("the server announces another length than it sends", where=self.name, fix=_DOWNLOAD)
         return begin, last + 1, size
 
+    def _refuse_folder(self, answer: Answer) -> None:
+        """Refuse what the server knows as a folder: it has added a slash to the URL, and sent a page or an error."""
+        asked, path = (unquote(urlsplit(url).path) for url in (self._url, answer.url))
+        page = answer.headers.get("Content-Type", "").lower().startswith("text/html")
+        if path == f"{asked}/" and (page or answer.status not in (200, 206)):
+            fix = f"Name a file in it, or end the URL with a slash: {self.name}/"
+            raise CannotReadError("the server says that it is a folder", where=self.name, fix=fix, errno=numbers.EISDIR)
+
     def _refuse_encoded(self, answer: Answer) -> None:
         encoding = answer.headers.get("Content-Encoding", "identity").strip().lower()
         if encoding not in ("", "identity"):
@@ -478,6 +487,8 @@ class HttpFile:
                 fix = "Log in with `hf auth login`, or set HF_TOKEN, with an account that may read it."
         elif status in (404, 410):
             number, fix = numbers.ENOENT, "Check the URL."
+            if "." not in self.name.rpartition("/")[2]:
+                fix += " That of a folder ends with a slash."
             if self.name.startswith("hf://"):
                 fix = "Check the name: hf://owner/model/file, hf://datasets/owner/name/file."
         elif status == 407:
