@@ -75,6 +75,20 @@ def test_results_go_to_stdout_and_errors_to_stderr(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("_fake_files")
+def test_pattern_that_no_shell_expands_is_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in FILES:
+        (tmp_path / name).touch()
+    assert main(["inspect", "*d.pt", "none*.pt"]) == 2
+    output = capsys.readouterr()
+    assert [line.split()[0] for line in output.out.splitlines()[1:3]] == ["damaged.pt", "good.pt"]
+    assert "3 files: 1 fine, 1 with a problem, 1 could not be read" in output.out
+    assert output.err.startswith("transload: none*.pt: No such file")
+
+
+@pytest.mark.usefixtures("_fake_files")
 def test_unreadable_file_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "none.pt", "bug.pt", "damaged.pt", "good.pt"]) == 2
     output = capsys.readouterr()

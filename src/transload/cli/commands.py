@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 
 from transload.cli.output import (
+    expand_patterns,
     finish_retag,
     for_each,
     keywords,
@@ -162,31 +163,29 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     checkpoints in it. With ``parts``, a directory that is a checkpoint becomes the torch files it consists of.
     """
     from contextlib import suppress
-    from glob import glob
-    from os.path import isfile, join, lexists, normpath
+    from os.path import isfile, join, normpath
 
     from transload.io.paths import is_folder
     from transload.io.sources import is_url
 
     paths: list[str] = []
-    for name in names:
-        for path in [name] if is_url(name) or lexists(name) else sorted(glob(name)) or [name]:
-            roles: dict[str, str] = {}
-            saved_as = {"member", "beside"}
-            if is_folder(path):
-                from transload.opening import inspect
+    for path in expand_patterns(names):
+        roles: dict[str, str] = {}
+        saved_as = {"member", "beside"}
+        if is_folder(path):
+            from transload.opening import inspect
 
-                with suppress(CannotReadError):  # reported when it is opened
-                    checkpoint = inspect(path)
-                    here = f"{path.rstrip('/')}/{{}}".format if is_url(path) else partial(join, path)
-                    roles = {here(normpath(part.name)): part.role for part in checkpoint.parts}
-                    saved_as |= {""} if checkpoint.traits.ranks else set()
-            inside = [file for file, role in roles.items() if role == "candidate"]
-            if parts and not inside:
-                saved = [file for file, role in roles.items() if role in saved_as and isfile(file)]
-                inside = [file for file in saved if not file.endswith(".safetensors")]
-            beside = [file for file, role in roles.items() if role == "beside"]
-            paths += inside or [path, *beside]
+            with suppress(CannotReadError):  # reported when it is opened
+                checkpoint = inspect(path)
+                here = f"{path.rstrip('/')}/{{}}".format if is_url(path) else partial(join, path)
+                roles = {here(normpath(part.name)): part.role for part in checkpoint.parts}
+                saved_as |= {""} if checkpoint.traits.ranks else set()
+        inside = [file for file, role in roles.items() if role == "candidate"]
+        if parts and not inside:
+            saved = [file for file, role in roles.items() if role in saved_as and isfile(file)]
+            inside = [file for file in saved if not file.endswith(".safetensors")]
+        beside = [file for file, role in roles.items() if role == "beside"]
+        paths += inside or [path, *beside]
     return list(dict.fromkeys(paths))
 
 

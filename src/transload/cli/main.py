@@ -308,7 +308,7 @@ def run_inspect(arguments: Namespace) -> int:
     """Inspect all files, show the results, and return the worst exit code."""
     from stat import S_ISFIFO
 
-    from transload.cli.output import for_each
+    from transload.cli.output import expand_patterns, for_each
     from transload.opening import inspect
 
     lists = {"tensors": arguments.tensors, "names": arguments.globals, "structure": arguments.tree}
@@ -351,9 +351,10 @@ def run_inspect(arguments: Namespace) -> int:
         return judged(inspect(f, verify=arguments.verify, stats=arguments.stats))
 
     judged = _policy(arguments)
+    paths = [*expand_patterns(arguments.paths)]
     shown = (report, several) if arguments.sarif != "-" else (_nothing, _nothing)
     if arguments.html is None and arguments.sarif is None:
-        return for_each(arguments, arguments.paths, examine, *shown)[2]
+        return for_each(arguments, paths, examine, *shown)[2]
     from transload.cli.output import print_error, refuse_page, write_file
     from transload.errors import TransloadError
     from transload.judge.problems import rules
@@ -366,7 +367,7 @@ def run_inspect(arguments: Namespace) -> int:
     def write(read: Sequence[Checkpoint], errors: Mapping[str, TransloadError], code: int) -> tuple[int, list[Block]]:
         written: list[Block] = []
         if arguments.html and read:
-            code, written = write_file(arguments.html, page(read, len(arguments.paths)), arguments, code)
+            code, written = write_file(arguments.html, page(read, len(paths)), arguments, code)
         if arguments.sarif and (cut := left_out(read)):
             print_error(TransloadError(cut, where=arguments.sarif))
         if arguments.sarif == "-" and sys.stdout is not None:
@@ -377,7 +378,7 @@ def run_inspect(arguments: Namespace) -> int:
             written += more
         return code, written if arguments.sarif != "-" else []
 
-    return for_each(arguments, arguments.paths, examine, *shown, write=write)[2]
+    return for_each(arguments, paths, examine, *shown, write=write)[2]
 
 
 def _policy(arguments: Namespace) -> Callable[[Checkpoint], Checkpoint]:

@@ -115,6 +115,19 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return unmapped or is_out_of_memory(error.__cause__ or error.__context__)
 
 
+def expand_patterns(names: Iterable[str]) -> Iterator[str]:
+    """The files that are named, also by patterns that no shell has expanded."""
+    from transload.io.sources import is_url
+
+    for name in names:
+        if is_url(name) or os.path.lexists(name):
+            yield name
+        else:
+            from glob import glob
+
+            yield from sorted(glob(name)) or [name]
+
+
 def for_each(
     arguments: Namespace,
     paths: Sequence[str],
