@@ -6,6 +6,7 @@ import copyreg
 import io
 import json
 import random
+import sys
 from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -82,6 +83,19 @@ def test_schema_rejects_unknown_fields(train: str, capsys: pytest.CaptureFixture
     document = validated(capsys.readouterr().out)
     with pytest.raises(jsonschema.ValidationError):
         validated(json.dumps({**document, "surprise": 1}))
+
+
+def test_list_shows_whole_keys_on_a_narrow_terminal(
+    train: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["convert", train, "--list"])
+    keys = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "--key" in line]
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["convert", train, "--list", "--color", "never"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines if "--key" in line] == keys
+    assert max(map(len, lines[1:])) <= 40
 
 
 def test_list_shows_the_parts_and_their_keys(train: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,23 @@ def test_every_command_has_help_with_examples(
         assert output.isascii()
 
 
+@each("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
+def test_help_is_folded_at_words_on_a_narrow_terminal(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(arguments) == 0
+    wide = capsys.readouterr().out
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(arguments) == 0
+    narrow = capsys.readouterr().out
+    assert narrow.split() == wide.split()
+    examples = wide.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+    commands = [line.strip().partition("  ")[0] for line in examples]
+    folded = [line for line in narrow.splitlines() if line.strip() not in commands]
+    assert all(len(line) <= 40 or " " not in line.strip() for line in folded)
+
+
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"transload {transload.__version__}\n"

@@ -50,6 +50,20 @@ def test_narrow_table_drops_columns_to_keep_names_readable() -> None:
     assert wrapped(Table([row], drops=(1,)), 40) == ["  " + "n" * 16 + "…" + "n" * 15 + "  last"]
 
 
+def test_table_without_columns_to_shrink_only_drops_some() -> None:
+    row = ((("n" * 30, ""),), (("middle", ""),), (("last", ""),))
+    assert wrapped(Table([row], shrinks=(), drops=(1, 2)), 40) == ["  " + "n" * 30 + "  last"]
+    assert wrapped(Table([row], shrinks=(), drops=(1,)), 30) == ["  " + "n" * 30 + "  last"]
+
+
+def test_the_number_of_further_rows_is_folded() -> None:
+    assert wrapped(Table([("a",), ("b",), ("c",)], most=1), 30) == [
+        "  a",
+        "  … and 2 more; --json lists",
+        "  all of them",
+    ]
+
+
 def test_one_huge_name_does_not_widen_the_other_rows() -> None:
     rows = [((("m" * 5000, ""),), (("1", ""),)), ((("b", ""),), (("2", ""),))]
     assert len(wrapped(Table(rows), 100, cut=False)[1]) < 120

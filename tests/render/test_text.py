@@ -52,6 +52,12 @@ def rendered(checkpoint: Checkpoint, width: int = 100, *, cut: bool = False) -> 
     return "".join(f"{plain(line)}\n" for line in layout(report(checkpoint), style))
 
 
+def test_tables_of_tensors_and_files_fit_a_narrow_terminal(transformer: Checkpoint, hostile: Checkpoint) -> None:
+    for blocks in (tensors_listed(transformer), files([transformer, replace(hostile, path="x" * 50)], 2)):
+        lines = [plain(line) for line in layout(blocks, Style(width=40, cut=True))]
+        assert max(map(len, lines)) <= 40, lines
+
+
 def test_report_on_a_transformer(transformer: Checkpoint) -> None:
     assert rendered(transformer) == TRANSFORMER
 

@@ -41,6 +41,7 @@ requested command is imported.
 """
 
 _MODULES = {"completion": "completion", "doctor": "doctor", "inspect": "main", "run": "main"}
+_HELP_WIDTH = 80
 _OWN_OUTPUT = ("completion", "run")  # whose output is a script, or that of the program
 _USAGE = "usage: transload COMMAND [options]"
 
@@ -92,7 +93,7 @@ def _dispatch(argv: list[str]) -> Outcome:
     if not argv or argv[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
-        print(f"{_USAGE}\n\ncommands:\n{commands}\n\n{help_section('transload')}", end="")
+        print(_fitted(f"{_USAGE}\n\ncommands:\n{commands}\n\n{help_section('transload')}"), end="")
         return 0
     if argv[0] in ("-V", "--version"):
         from transload._version import __version__
@@ -161,12 +162,52 @@ def help_section(section: str) -> str:
     return page.partition(f"\n## {section}\n\n")[2].partition("\n\n## ")[0].rstrip("\n") + "\n"
 
 
+def _help_width() -> int:
+    """The width of help: that of the terminal, if that is narrower than the texts are written for."""
+    if not getattr(sys.stdout, "isatty", bool)():
+        return _HELP_WIDTH
+    from transload.render.lines import style_of
+
+    return min(style_of(sys.stdout).width, _HELP_WIDTH)
+
+
+def _fitted(text: str) -> str:
+    """A help text with its longer lines folded for a narrow terminal, except for commands, which are copied."""
+    width = _help_width()
+    if width == _HELP_WIDTH:
+        return text
+    from transload.render.lines import Prose, Style, layout, plain
+
+    def block(line: str) -> Prose:
+        text = line.lstrip()
+        says = text.partition("  ")[2].lstrip()
+        if not says and len(line) - len(text) != 2:  # no command
+            says = text
+        fits = len(line) <= width or not says
+        return Prose(line, whole=True) if fits else Prose(says, lead=line.removesuffix(says))
+
+    lines = layout(map(block, text.splitlines()), Style(width=width))
+    return "".join(f"{plain(line)}\n" for line in lines)
+
+
 def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
     """The parser of a command, with its options and those of all commands; its errors say what ``words`` may mean."""
     from argparse import ArgumentParser, RawDescriptionHelpFormatter
     from functools import partial
 
     class Parser(ArgumentParser):
+        def format_help(self) -> str:
+            self._unfold()
+            return _fitted(super().format_help())
+
+        def format_usage(self) -> str:
+            self._unfold()
+            return _fitted(super().format_usage())
+
+        def _unfold(self) -> None:
+            if _help_width() < _HELP_WIDTH:  # argparse would break words at hyphens
+                self.formatter_class = partial(RawDescriptionHelpFormatter, width=sys.maxsize)
+
         def error(self, message: str) -> NoReturn:
             from difflib import get_close_matches
 
@@ -191,7 +232,7 @@ def parser_of(command: str, words: Sequence[str] = ()) -> ArgumentParser:
         description=does[0].upper() + does[1:] + ".",
         epilog=epilog,
         # Without a width the formatter imports shutil to ask for it, and with that every compression module.
-        formatter_class=partial(RawDescriptionHelpFormatter, width=80),
+        formatter_class=partial(RawDescriptionHelpFormatter, width=_HELP_WIDTH),
         allow_abbrev=False,  # an abbreviation that works today may be ambiguous tomorrow
     )
     for line in filter(None, options.split("\n")):

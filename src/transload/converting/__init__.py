@@ -167,4 +167,4 @@ def listing(path: str, parts: Sequence[Candidate]) -> Iterator[Block]:
     for part in parts:
         key = f"--key {printable(part.key)}" if part.key else "all of it"
         rows.append((key, part.kind, plural(part.tensors, "tensor"), size(part.nbytes)))
-    yield Table(rows, right=(2, 3), dim=(1, 3))
+    yield Table(rows, right=(2, 3), dim=(1, 3), shrinks=(), drops=(1, 3, 2))  # keys are to be typed

@@ -132,7 +132,7 @@ def files(seen: Sequence[Contents], total: int) -> Iterator[Block]:
         rows.append((path_text(checkpoint.path), format_words(checkpoint), *columns, safety, integrity))
     if seen:
         titles = ("file", "format", "tensors", "size", "devices", "safety", "integrity")
-        yield Table(rows, right=(2, 3), dim=(1, 4), titles=titles, drops=(4, 1, 2), indent=0)
+        yield Table(rows, right=(2, 3), dim=(1, 4), titles=titles, drops=(4, 1, 2, 3), indent=0)
     bad = [checkpoint for checkpoint in seen if not checkpoint.ok]
     for checkpoint in bad:
         if checkpoint.findings:
@@ -340,7 +340,7 @@ def tensors_listed(checkpoint: Contents) -> Iterator[Block]:
         where = f"storage {printable(tensor.storage, 40)}" if tensor.storage is not None else ""
         kind = printable(tensor.dtype, 40), _shape_words(tensor), printable(tensor.device, 40), size(tensor.nbytes)
         rows.append((printable(tensor.name, None) or '""', *kind, where, ", ".join(flags)))
-    yield Table(rows, right=(4,), dim=(1, 3, 5, 6), drops=(5, 6, 3))
+    yield Table(rows, right=(4,), dim=(1, 3, 5, 6), drops=(5, 6, 3, 1))
 
 
 def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
@@ -357,7 +357,7 @@ def statistics_listed(stats: Sequence[TensorStats]) -> Iterator[Block]:
         rows.append((dtype, _lost(large, "trust"), _lost(small, "")))
     if rows:
         yield from heading("rounded to a smaller dtype", "finite numbers that would overflow, or become zero")
-        yield Table(rows, titles=("dtype", "too large", "too small"))
+        yield Table(rows, titles=("dtype", "too large", "too small"), shrinks=(2, 1))
     if skipped := [entry for entry in stats if entry.note]:
         yield from heading("not counted", count(len(skipped)))
         for entry in skipped[:_PARTS]:

@@ -245,7 +245,7 @@ def tally(total: int, read: int, bad: int, problem: str = "with a problem", hint
     return heading(f"{plural(total, 'file')}{', no problem' if read - bad == total else f': {parts}'}", hint)
 
 
-def note(text: str) -> Block:
+def note(text: str) -> Prose:
     """A dim remark, indented."""
     return Prose(((text, "dim"),), lead="  ")
 
@@ -418,7 +418,7 @@ def _aligned(table: Table, style: Style) -> Iterator[Line]:
             out.extend((pad, *cell) if column in table.right else (*cell, pad))
         yield tuple(out)
     if more := len(table.rows) - len(listed):
-        yield ((style.text(f"  … and {more:,} more; --json lists all of them"), "dim"),)
+        yield from _folded(note(f"… and {more:,} more; --json lists all of them"), style)
 
 
 def _shrunk(cell: Line, width: int, dots: str) -> Line:

@@ -123,7 +123,7 @@ def _details(verification: Verification, *, hashes: bool = True) -> Iterator[Blo
     hashed = [tensor for tensor in verification.tensors if tensor.sha256]
     if hashes and hashed and not verification.manifest:
         yield from heading("sha256 of tensors", count(len(hashed)))
-        yield Table([(tensor.sha256, _named(tensor.name)) for tensor in hashed], dim=(0,))
+        yield Table([(tensor.sha256, _named(tensor.name)) for tensor in hashed], dim=(0,), shrinks=(0, 1))
         left = len(verification.tensors) - len(hashed)
         if left:
             one = "1 further entry without elements of its own"
