@@ -778,6 +778,24 @@ class TestUnrecognised:
         assert {part.name for part in checkpoint.parts} == {"one.pt", "two.pt", "unet/a.safetensors"}
         assert "readme.md" in checkpoint.problems[0].detail
 
+    def test_raw_tensors_are_said_to_be_an_output_only(self, tmp_path: Path) -> None:
+        """Their files do not say what is in them, and may look like anything."""
+        torch.save({"a": torch.zeros(2), "b": torch.ones(2)}, tmp_path / "ab.pt")
+        for names in ("ab", "a"):  # with one file, that would be the checkpoint
+            transload.convert(tmp_path / "ab.pt", tmp_path / names, to="raw", only=f"[{names}]")
+            unknown = problem(inspect(tmp_path / names), "directory-unknown")
+            assert unknown.detail == "it holds raw tensors, which transload convert writes and does not read"
+            with pytest.raises(IsADirectoryError, match="Name the checkpoint that they were converted from"):
+                transload.convert(tmp_path / names, tmp_path / "out.npz")
+        (tmp_path / "ab.pt").unlink()
+        assert not read_dir(tmp_path).parts
+
+    def test_pickle_beside_a_checkpoint_does_not_pass_as_a_raw_tensor(self, tmp_path: Path) -> None:
+        write_safetensors(tmp_path / "model.safetensors", {"a": (1,)})
+        (tmp_path / "index.json").write_text('{"format": "transload-raw"}')
+        (tmp_path / "000000.bin").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+        assert inspect(tmp_path).safety == "dangerous"
+
     def test_checkpoint_subdirectories_are_listed(self, tmp_path: Path, saved: tuple[Path, dict[str, Any]]) -> None:
         for name in ("epoch1", "epoch2"):
             shutil.copytree(saved[0], tmp_path / name)

@@ -22,6 +22,7 @@ from transload.errors import ConvertError, UsageError
 from transload.findings import join_names
 from transload.formats import read_source
 from transload.formats.safetensors import MAX_HEADER, read_safetensors
+from transload.formats.sets.single import RAW_TENSORS
 from transload.formats.zip import read_index
 from transload.formats.zip_writer import PIECE, SMALL, Chunk, NewRecord, write_archive, write_checkpoint
 from transload.frozen import Frozen
@@ -448,7 +449,7 @@ def _write_raw(job: ConversionJob, plan: ConversionPlan) -> None:
         shape = list(entry.tensor.shape)
         tensors[entry.name] = {"file": name, "dtype": entry.dtype, "shape": shape, "nbytes": entry.nbytes}
     index = {
-        "format": "transload-raw",
+        "format": RAW_TENSORS,
         "version": 1,
         "byteorder": "little",
         "order": "row-major",

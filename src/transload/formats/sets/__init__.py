@@ -23,7 +23,7 @@ from transload.formats.sets import (
     unpacked,
 )
 from transload.formats.sets.merger import Merger, OpenFile, ReadFile, ReadItem, listed
-from transload.formats.sets.single import checkpoint_files
+from transload.formats.sets.single import checkpoint_files, is_raw
 from transload.frozen import replace
 from transload.io.folder import MAX_ENTRIES, MAX_MEMBERS, Folder, Listing
 
@@ -125,6 +125,8 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
         if here.prefix and any(kind.matches(here) for kind in _KINDS):
             candidates[here.prefix.rstrip("/")] = 0
             continue
+        if is_raw(here):
+            continue
         candidates |= {here.prefix + name: here.files[name] for name in checkpoint_files(here)}
         folders = here.folders if here.prefix.count("/") < MAX_DEPTH else ()
         real = [here.prefix + name for name in folders if name not in here.links]  # links may form circles
@@ -134,9 +136,14 @@ def _describe_unknown(listing: Listing) -> Checkpoint:
     if candidates:
         detail += f"; these look like checkpoints: {join_names([*candidates], 8)}"
     fix = f"Name one of these: {join_names([*candidates], 8)}." if candidates else "" if names else "Check the path."
+    parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in candidates.items()]
+    if is_raw(listing):
+        detail = "it holds raw tensors, which transload convert writes and does not read"
+        fix = "Name the checkpoint that they were converted from."
+        parts = [Part(name, "raw tensor", listing.files[name]) for name in checkpoint_files(listing)]
     noted.extend([Problem("directory-unknown", "", detail, fix=(fix,) if fix else ())])
     out = Draft(listing.folder.name, "directory", sum(listing.files.values()), noted.problems())
-    out.parts = [Part(name, "looks like a checkpoint", size, role="candidate") for name, size in candidates.items()]
+    out.parts = parts
     return out.checkpoint()
 
 

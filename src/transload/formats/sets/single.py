@@ -16,12 +16,19 @@ _USUAL_NAMES = (
     *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin", "pytorch_lora_weights.safetensors"),
     "consolidated.safetensors",
 )
+RAW_TENSORS = "transload-raw"
+"""What the index of a folder of raw tensors, which ``convert`` writes, says that it is."""
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".ckpt", ".bin", ".pt2", ".pth.tar", ".pkl")
 
 
 def checkpoint_files(listing: Listing) -> list[str]:
     """The files that look like checkpoints."""
     return [name for name in listing.files if name.lower().endswith(_SUFFIXES)]
+
+
+def is_raw(listing: Listing) -> bool:
+    """Whether a folder holds raw tensors, each in a file that does not say what is in it."""
+    return "index.json" in listing.files and f'"{RAW_TENSORS}"' in listing.text("index.json")
 
 
 def matches(listing: Listing) -> bool:
@@ -31,7 +38,8 @@ def matches(listing: Listing) -> bool:
 
 def _main(listing: Listing) -> str:
     files = checkpoint_files(listing)
-    return next((name for name in _USUAL_NAMES if name in listing.files), files[0] if len(files) == 1 else "")
+    only = files[0] if len(files) == 1 and not is_raw(listing) else ""
+    return next((name for name in _USUAL_NAMES if name in listing.files), only)
 
 
 def read(merger: Merger) -> Checkpoint:
