@@ -110,6 +110,29 @@ def test_a_first_answer_that_breaks_off_is_not_asked_for_again(server: FileServe
     assert int(asked[0].rpartition("-")[2]) + 1 == http.BEGINNING
 
 
+@pytest.mark.parametrize("status", [102, 103, 199])
+def test_hints_before_an_answer_are_skipped(status: int, server: FileServer) -> None:
+    hint = b"HTTP/1.1 %d Hint\r\nLink: </a.css>; rel=preload\r\nContent-Length: 7\r\n\r\n" % status
+
+    def answer(handler: Handler) -> bool:
+        handler.wfile.write(hint * 2)
+        return False
+
+    server.fault = answer
+    assert same(transload.load(f"{server.url}/a.pt", threads=1))
+    assert server.connections < len(server.log)
+
+
+def test_hints_without_end_are_an_error(server: FileServer) -> None:
+    def answer(handler: Handler) -> bool:
+        handler.wfile.write(b"HTTP/1.1 103 Early Hints\r\n\r\n" * 100)
+        return False
+
+    server.fault = answer
+    with pytest.raises(CannotReadError, match="one hint after the other"):
+        transload.load(f"{server.url}/a.pt")
+
+
 def test_more_than_was_announced_is_not_taken_for_the_file(server: FileServer) -> None:
     """Without a length, the body ends with the connection."""
 

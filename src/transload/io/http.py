@@ -43,6 +43,7 @@ _PROGRESS = 1 << 20
 _PAUSE = 0.25  # seconds before the second try; doubled before each further one
 _LONGEST_PAUSE = 60.0  # for which a server may ask
 _REDIRECTS = 10
+_HINTS = 10  # before an answer; a server must not send them for ever
 _IDLE = 32  # connections kept for each server
 _MOST_BODY = 64 << 10  # of an answer that nobody reads: with it, the connection can be used again
 _PIECE = 1 << 20
@@ -106,6 +107,15 @@ class _Response(HTTPResponse):
     def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
         super().__init__(sock, *arguments, **options)
         self.fp = BufferedReader(_AnswerBytes(self.fp, sock))
+
+    def begin(self) -> None:
+        """Read the status and the headers; skip those of hints that come first, such as 103 Early Hints."""
+        for _ in range(_HINTS):
+            super().begin()
+            if not 101 < self.status < 200:
+                return
+            self.headers = None  # type: ignore[assignment] # or the next call would do nothing
+        raise _AgainError("it sends one hint after the other")
 
 
 class Answer:
