@@ -893,7 +893,8 @@ def test_hub(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             assert "/me/net/resolve/refs%2Fpr%2F1/sub/a.pt" in asked
             asked.clear()
             assert same(transload.load("hf://me/net"), WEIGHTS)
-            assert "/api/models/me/net/tree/main?page=2" in asked
+            pages = ["/api/models/me/net/tree/main", "/api/models/me/net/tree/main?page=2"]
+            assert [path for path in asked if path.startswith("/api/")] == pages
             assert f"/me/net/resolve/{commit}/model-00001-of-00001.safetensors" in asked
             assert same(transload.load("hf://me/net/model.safetensors.index.json"), WEIGHTS)
             assert transload.inspect("hf://me/net/sub").ok
@@ -906,6 +907,36 @@ def test_hub(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             assert transload.inspect("hf://me/net/sub/a.pt").ok
     with pytest.raises(UsageError, match="owner"):
         transload.load("hf://gpt2")
+
+
+def test_a_repository_is_listed_once(server: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    whole = {"model.safetensors": FILES["a.safetensors"]}
+    files = {"": whole, "/sub": whole, "/other": {"model": FILES["a.pt"]}}
+    for folder, inside in files.items():
+        entries = [{"type": "file", "path": name, "size": len(data)} for name, data in inside.items()]
+        server.files[f"api/models/me/net/tree/main{folder}"] = json.dumps(entries).encode()
+        server.files |= {f"me/net/resolve/main{folder}/{name}": data for name, data in inside.items()}
+    commands: dict[str, Callable[[str], object]] = {
+        "inspect": transload.inspect,
+        "open": lambda url: transload.open(url).close(),
+        "load": transload.load,
+        "transload inspect": lambda url: main(["inspect", url]),
+        "transload convert": lambda url: main(["convert", url, str(tmp_path / "a.pt"), "--force"]),
+    }
+    cases = [(name, url) for name in commands for url in ("hf://me/net", "hf://me/net/sub", "hf://me/net/other/model")]
+
+    def listed(case: tuple[str, str]) -> None:
+        name, url = case
+        server.log.clear()
+        commands[name](url)
+        paths = [path for path, _ in server.log if path.startswith("/api/")]
+        assert len(paths) == len({*paths}) == 1, paths
+
+    for_each(cases, listed)
+    server.log.clear()
+    assert main(["verify", "hf://me/net"]) == 0
+    assert sum(path.startswith("/api/") for path, _ in server.log) == 2
 
 
 # -- hostile archives

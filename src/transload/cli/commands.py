@@ -165,18 +165,20 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
     from contextlib import suppress
     from os.path import isfile, join, normpath
 
-    from transload.io.paths import is_folder
+    from transload.io.paths import place_of
     from transload.io.sources import is_url
 
     paths: list[str] = []
     for path in expand_patterns(names):
         roles: dict[str, str] = {}
         saved_as = {"member", "beside"}
-        if is_folder(path):
-            from transload.opening import inspect
+        with suppress(CannotReadError):  # reported when it is opened
+            place = place_of(path)
+            if place.folder is not None and not place.index:
+                from transload.opening import OpenCheckpoint
 
-            with suppress(CannotReadError):  # reported when it is opened
-                checkpoint = inspect(path)
+                with OpenCheckpoint(place, neighbours=True, lazy=True) as opened:
+                    checkpoint = opened.checkpoint
                 here = f"{path.rstrip('/')}/{{}}".format if is_url(path) else partial(join, path)
                 roles = {here(normpath(part.name)): part.role for part in checkpoint.parts}
                 saved_as |= {""} if checkpoint.traits.ranks else set()

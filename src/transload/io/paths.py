@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from transload.io.sources import BytesSource, FileSource, ObjectSource, Source, SourceLike, is_url, shown, system_path
+from transload.frozen import Frozen
+from transload.io.sources import BytesSource, FileSource, ObjectSource, Source, SourceLike, is_url, system_path
 
 if TYPE_CHECKING:
     from transload.io.folder import Folder
@@ -28,17 +29,39 @@ def open_source(f: SourceLike) -> Source:
     raise NotAFileError(f"expected a path, bytes or a binary file object, not {type(f).__name__}")
 
 
+class Place(Frozen):
+    """What a path leads to: a single file, or a folder of files, and the name of the index in it if the path is that.
+
+    To find it out elsewhere, a folder must be listed; it keeps what was listed.
+    """
+
+    path: SourceLike
+    folder: Folder | None = None
+    index: str = ""
+
+
+def place_of(f: SourceLike) -> Place:
+    """What a path leads to; bytes and file objects are single files."""
+    if not isinstance(f, str | os.PathLike):
+        return Place(f)
+    path = os.fspath(f)
+    if is_url(path):
+        from transload.io.remote import remote_set
+
+        return Place(path, *(remote_set(path) or ()))
+    return Place(path, *folder_of(path)) if is_folder(path) or path.endswith(".index.json") else Place(path)
+
+
 def is_set(path: str | os.PathLike[str]) -> bool:
     """Whether a path leads to a checkpoint of several files: a directory, or the index of shards."""
-    return is_folder(path) or (shown(path) if is_url(path) else os.fspath(path)).endswith(".index.json")
+    return place_of(path).folder is not None
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a path leads to a directory."""
     if is_url(path):
-        from transload.io.remote import is_remote_folder
-
-        return is_remote_folder(path)
+        place = place_of(path)
+        return place.folder is not None and not place.index
     return os.path.isdir(system_path(os.fspath(path)))
 
 

@@ -368,6 +368,12 @@ class RemoteFolder(Folder):
         # Kept without this folder, or connections would stay open until garbage is collected.
         return Listing(self, f"{below}/" if below else "", files, tuple(folders), cut=cut)
 
+    def is_listed(self) -> bool:
+        """Whether the store lists anything in it."""
+        with suppress(CannotReadError):
+            return self._store.lists and self.list().entries > 0
+        return False
+
     def _look(self, below: str) -> dict[str, int]:
         """The files of the usual names that a folder has, if it cannot be listed."""
         prefix = f"{below}/" if below else ""
@@ -572,23 +578,6 @@ def open_url(url: str) -> Source:
     return RemoteSource(store.open(key))
 
 
-def is_remote_folder(url: str) -> bool:
-    """Whether a URL leads to a folder. Names of files end in a known way; what anything else is must be asked."""
-    name = shown(url)
-    last = name.rpartition("/")[2]
-    if not last or last == _METADATA:
-        return True
-    if last.lower().endswith(_SUFFIXES):
-        return False
-    store, key = store_of(url)
-    if not store.lists:
-        return False
-    with suppress(CannotReadError):
-        files, folders, _ = store.list(key, 1)
-        return bool(files or folders)
-    return False
-
-
 def parent_of(url: str) -> str:
     """The URL of the folder that a file is in.
 
@@ -599,7 +588,20 @@ def parent_of(url: str) -> str:
     return path.rpartition("/")[0] + "/" + query + tail
 
 
-def remote_folder(url: str) -> tuple[Folder, str]:
+def remote_set(url: str) -> tuple[Folder, str] | None:
+    """As ``remote_folder``; ``None`` if the URL leads to a single file.
+
+    Names of files end in a known way; what anything else is must be asked. The folder keeps the answer.
+    """
+    name = shown(url).rpartition("/")[2]
+    known = not name or name == _METADATA or name.endswith(".index.json")
+    if not known and name.lower().endswith(_SUFFIXES):
+        return None
+    folder, index = remote_folder(url)
+    return (folder, index) if known or folder.is_listed() else None
+
+
+def remote_folder(url: str) -> tuple[RemoteFolder, str]:
     """The folder of a checkpoint of several files, and the name of its index if the URL is that."""
     name = shown(url).rpartition("/")[2]
     index = name if name.endswith(".index.json") else ""

@@ -25,7 +25,7 @@ from transload.errors import (
     UsageError,
 )
 from transload.io import gc_paused
-from transload.io.paths import is_set
+from transload.io.paths import place_of
 from transload.io.sources import Progress, SourceLike, is_url, shown
 from transload.loading.build import build_object, plain_tensors
 from transload.loading.placement import DeviceMap, plan_here
@@ -183,11 +183,12 @@ def load(
 
 def _opened(f: SourceLike, map_location: Any, *, tree: bool, verify: bool) -> OpenCheckpoint:
     """Open a checkpoint; one of several files so that its tensors can be read, too."""
-    if not (isinstance(f, str | os.PathLike) and is_set(os.fspath(f))):
-        return OpenCheckpoint(f, tree=tree)
+    place = place_of(f)
+    if place.folder is None:
+        return OpenCheckpoint(place, tree=tree)
     from transload.loading.handles import TensorReader
 
-    return TensorReader(f, map_location, verify=verify)
+    return TensorReader(place, map_location, verify=verify)
 
 
 def _check_pickle_arguments(given: Mapping[str, Any], pickle_module: Any, *, trusted: bool) -> str:

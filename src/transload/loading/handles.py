@@ -34,6 +34,7 @@ from transload.formats.gguf import header_values
 from transload.frozen import NamedTuple, replace
 from transload.geometry import Box, View, boxes, contiguous
 from transload.io.memory import memory_at
+from transload.io.paths import Place
 from transload.io.sources import SourceLike
 from transload.judge.problems import refuse_broken
 from transload.loading.build import build_object, is_fake_mode
@@ -273,7 +274,7 @@ class TensorReader(OpenCheckpoint):
     damaged one can be opened as long as it has any tensors.
     """
 
-    def __init__(self, f: SourceLike, map_location: Any, *, verify: bool = False) -> None:
+    def __init__(self, f: SourceLike | Place, map_location: Any, *, verify: bool = False) -> None:
         super().__init__(f, verify=verify, lazy=True)
         self._map_location = map_location
         self._warning = ""

@@ -18,7 +18,7 @@ from transload.checkpoint import Checkpoint, Key, Value
 from transload.formats import read_source, unpacked
 from transload.frozen import Frozen, replace
 from transload.io import gc_paused
-from transload.io.paths import folder_of, is_set, open_source
+from transload.io.paths import Place, open_source, place_of
 from transload.io.sources import ObjectSource, Source, SourceLike, has_journal, was_changed
 
 if TYPE_CHECKING:
@@ -55,15 +55,16 @@ def inspect(f: SourceLike, *, verify: bool = False, stats: bool = False) -> Chec
 class OpenCheckpoint:
     """A checkpoint and its open files.
 
-    ``checkpoint`` is the judged whole. ``files`` are the complete checkpoints in it, in order: the one file, or the
-    shards. ``tree``, ``verify`` and ``headers`` are as for ``read_source``; files next to the checkpoint count only for
-    ``inspect``, with ``neighbours``. With ``lazy``, many small archives may stay unopened until they are read. As a
-    context manager it closes what it opened. May be used from several threads.
+    ``f`` may also be what ``place_of`` returned. ``checkpoint`` is the judged whole. ``files`` are the complete
+    checkpoints in it, in order: the one file, or the shards. ``tree``, ``verify`` and ``headers`` are as for
+    ``read_source``; files next to the checkpoint count only for ``inspect``, with ``neighbours``. With ``lazy``, many
+    small archives may stay unopened until they are read. As a context manager it closes what it opened. May be used
+    from several threads.
     """
 
     def __init__(
         self,
-        f: SourceLike,
+        f: SourceLike | Place,
         *,
         tree: bool = True,
         verify: bool = False,
@@ -216,7 +217,10 @@ class OpenCheckpoint:
 
     # -- opening
 
-    def _read(self, f: SourceLike) -> tuple[Checkpoint, tuple[CheckpointFile, ...]]:
+    def _read(self, f: SourceLike | Place) -> tuple[Checkpoint, tuple[CheckpointFile, ...]]:
+        place = None
+        if isinstance(f, Place):
+            place, f = f, f.path
         if not isinstance(f, str | os.PathLike):
             source = open_source(f)
             self._stream = source if isinstance(source, ObjectSource) else None
@@ -226,12 +230,13 @@ class OpenCheckpoint:
             from transload.io.journal import recover
 
             recover(path)
-        if not is_set(path):
+        place = place or place_of(path)
+        folder, index = place.folder, place.index
+        if folder is None:
             source = open_source(path)
             return self._single(source, "" if source.far else path)
         from transload.formats import sets
 
-        folder, index = folder_of(path)
         self._folder = folder
         files = self._parts
         verify, headers = self._options["verify"], self._options["headers"]
