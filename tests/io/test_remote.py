@@ -395,11 +395,12 @@ def test_folders_are_described_as_on_a_disk(server: FileServer, tmp_path: Path) 
 
 def test_a_shard_stays_below_its_index(server: FileServer) -> None:
     index = {"weight_map": {"a": "http://127.0.0.1:1/b.safetensors", "b": "../a.safetensors", "c": "a b?c#d%41.pt"}}
+    index["weight_map"]["d"] = "\ud800.pt"
     server.files["x/m.index.json"] = json.dumps(index).encode()
     checkpoint = transload.inspect(f"{server.url}/x/m.index.json?key=1")
     assert "shard-outside" in codes(checkpoint)
     paths = sorted(path for path, _ in server.log)
-    assert paths[0] == "/x/a%20b%3Fc%23d%2541.pt?key=1"
+    assert paths[:2] == ["/x/%ED%A0%80.pt?key=1", "/x/a%20b%3Fc%23d%2541.pt?key=1"]
     assert all(path.startswith("/x/") for path in paths)
 
 
@@ -598,8 +599,14 @@ def test_what_cannot_be_reached_is_not_called_damaged(
 
 @pytest.mark.parametrize(
     "url",
-    ["http://example..org/a.pt", "http://.org/a.pt", f"http://{'a' * 64}.org/a.pt", "http://me:se/cret@host/a.pt"],
-    ids=["two dots", "a dot", "a long name", "a slash in the password"],
+    [
+        *("http://example..org/a.pt", "http://.org/a.pt", f"http://{'a' * 64}.org/a.pt", "http://me:se/cret@host/a.pt"),
+        *("http://m\ud800:secret@host/a.pt", "hf://me/net/\udc80.pt", "hf://me/n\udc80t", "hf://me/net@\ud800/a.pt"),
+    ],
+    ids=[
+        *("two dots", "a dot", "a long name", "a slash in the password"),
+        *("a user", "a file of the Hub", "a repository", "a revision"),
+    ],
 )
 def test_a_url_that_is_none_is_an_error_of_the_user(url: str) -> None:
     with pytest.raises(UsageError, match="not a valid URL") as caught:

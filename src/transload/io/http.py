@@ -307,6 +307,7 @@ class HttpFile:
             host = at.netloc.rpartition("@")[2].encode("idna").decode()
             escaped = {"safe": "/%:@!$&'()*+,;=~?", "errors": "surrogateescape"}
             path, query = quote(at.path, **escaped), quote(at.query, **escaped)
+            login = _basic(at.username, at.password) if at.username else ""
         except ValueError:  # which quotes a part of it, perhaps of a password
             raise UsageError("this is not a valid URL", where=self.name) from None
         self._url = self._direct = urlunsplit((at.scheme.lower(), host, path, query, ""))
@@ -315,8 +316,8 @@ class HttpFile:
             raise UsageError("the token has characters that no token has", where=self.name, fix=fix)
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        elif at.username:
-            self._headers["Authorization"] = _basic(at.username, at.password)
+        elif login:
+            self._headers["Authorization"] = login
         self._version = "", ""
         self.size = -1
         self.commit = ""

@@ -442,6 +442,11 @@ class RemoteFolder(Folder):
 # -- stores
 
 
+def _quoted(name: str) -> str:
+    """A name for a URL. A lone surrogate, which an index in JSON may have, is no text, but leads to nothing either."""
+    return quote(name, errors="surrogatepass")
+
+
 class WebStore:
     """Files on web servers, which do not list them. A key is a URL."""
 
@@ -461,13 +466,14 @@ class WebStore:
     def join(self, key: str, name: str) -> str:
         """The URL of something in a folder, with the query of the folder, which may be a key to all of it."""
         at = urlsplit(key)
-        return urlunsplit((at.scheme, at.netloc, f"{at.path.rstrip('/')}/{quote(name)}", at.query, ""))
+        return urlunsplit((at.scheme, at.netloc, f"{at.path.rstrip('/')}/{_quoted(name)}", at.query, ""))
 
     def shown(self, key: str) -> str:
         """The URL without passwords and signatures."""
         return shown(key)
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEXT_PAGE = re.compile(r'<([^>]*)>;\s*rel="next"')
 _REPOSITORY = re.compile(r"(?:(models|datasets|spaces)/)?([^/@]+/[^/@]+)(?:@(refs/[^/]+/[^/]+|[^/]+))?(?:/(.*))?")
@@ -498,7 +504,7 @@ class HubStore:
 
     def open(self, key: str) -> RemoteFile:
         """Open a file."""
-        url = f"{self._root}/{quote(self._commit, safe='')}/{quote(key)}"
+        url = f"{self._root}/{quote(self._commit, safe='')}/{_quoted(key)}"
         file = HttpFile(url, self._client, self.shown(key), hub_token())
         if _COMMIT.fullmatch(file.commit):
             self._commit = file.commit
@@ -506,7 +512,7 @@ class HubStore:
 
     def list(self, key: str, most: int) -> Entries:
         """List a folder."""
-        below = f"/{quote(key)}" if key else ""
+        below = f"/{_quoted(key)}" if key else ""
         url = f"{self._server}/api/{self._kind}/{quote(self._repository)}/tree/{quote(self._commit, safe='')}{below}"
         files: dict[str, int] = {}
         folders: list[str] = []
@@ -562,6 +568,8 @@ def store_of(url: str) -> tuple[Store, str]:
     if scheme in ("http", "https"):
         return WebStore(), url
     if scheme == "hf":
+        if _SURROGATE.search(rest):  # bytes on a command line that are no text
+            raise UsageError("this is not a valid URL", where=shown(url))
         match = _REPOSITORY.fullmatch(rest.rstrip("/"))
         if match is None:
             fix = "Name the owner, too: hf://owner/model/file."
