@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.request import Request, urlopen
 
@@ -123,6 +124,30 @@ def test_an_object_that_changes() -> None:
         obstore.put(store, "b.pt", bytes(data))
         with pytest.raises(BrokenFileError, match="changed while it was read"):
             _read_all(handle)
+
+
+def test_an_object_without_a_tag_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its date tells the versions apart."""
+    import obstore
+    from obstore.store import MemoryStore
+
+    get = obstore.get
+
+    def untagged(*arguments: Any, **options: Any) -> SimpleNamespace:
+        result = get(*arguments, **options)
+        return SimpleNamespace(meta={**result.meta, "e_tag": None}, bytes=result.bytes)
+
+    monkeypatch.setattr(obstore, "get", untagged)
+    store = MemoryStore()
+    obstore.put(store, "a.pt", b"old")
+    file = buckets.ObjectFile(store, "a.pt", "a.pt")
+    buffer = bytearray(3)
+    file.fill(0, [memoryview(buffer)])
+    assert buffer == b"old"
+    time.sleep(0.02)  # some clocks tick every 16 ms
+    obstore.put(store, "a.pt", b"new")
+    with pytest.raises(BrokenFileError, match="changed while it was read"):
+        file.fill(0, [memoryview(buffer)])
 
 
 def _read_all(handle: Any) -> None:

@@ -79,13 +79,14 @@ class ObjectFile:
                 raise
         self.size: int = meta["size"]
         self._tag = meta["e_tag"] or ""
+        self._version = _version(meta)
         self.stamp: tuple[int, ...] = (self.size, crc32(f"{self._tag} {meta['last_modified']}".encode()))
 
     def fill(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill views with the bytes from ``offset`` on."""
         count = sum(map(len, views))
         meta, data = self._read(offset, offset + count)
-        if len(data) != count or meta["size"] != self.size or (meta["e_tag"] or "") != self._tag:
+        if len(data) != count or _version(meta) != self._version:
             self._changed()
         for view in views:
             view[:] = data[: len(view)]
@@ -113,6 +114,11 @@ class ObjectFile:
     def is_changed(self) -> bool:
         """False: every answer was of the version that was opened."""
         return False
+
+
+def _version(meta: Any) -> tuple[int, object]:
+    """What identifies the version of an object: its size, and its tag, or else its date."""
+    return meta["size"], meta["e_tag"] or meta["last_modified"]
 
 
 class ObjectStore:
