@@ -38,10 +38,11 @@ from transload.errors import (
     TransloadError,
     UsageError,
 )
-from transload.io import http, remote
+from transload.io import http, pool, remote
 from transload.io.paths import open_source
 from transload.io.remote import RemoteSource, hub_token, remote_folder
 from transload.io.sources import is_url, shown
+from transload.opening import engine
 
 SECRET = "hush-hush"  # noqa: S105 - what must not be printed
 
@@ -154,6 +155,41 @@ def test_formats(server: FileServer, tmp_path: Path) -> None:
     assert same(transload.load(tmp_path / "b.pt"), WEIGHTS)
     check = transload.check(f"{server.url}/a.pt", "cpu")
     assert (check.ok, check.plan.how) == (True, "1 thread, over the network")
+
+
+def test_check_says_with_how_many_threads_load_reads(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than there are requests, however many tensors; as from memory, if the first answer had everything."""
+    fsspec = pytest.importorskip("fsspec")
+    choices: list[str] = []
+
+    def note(*arguments: Any) -> engine.Choice:
+        choice = choose(*arguments)
+        choices.append(choice.why)
+        return choice
+
+    choose = engine.choose
+    monkeypatch.setattr(engine, "choose", note)
+    monkeypatch.setattr(pool, "cores", lambda: 4)
+    monkeypatch.setattr(engine, "huge_pages_pay", lambda _: False)
+    many = saved(weights(200, 25_000))
+    server.files["many.pt"] = many
+    fsspec.filesystem("memory").pipe("/many.pt", many)
+
+    def compare(case: tuple[str, bool, str]) -> None:
+        url, server.ranges, expected = case
+        choices.clear()
+        check = transload.check(url, "cpu")
+        transload.load(url)
+        assert [check.plan.how, *choices] == [expected] * 3
+
+    cases = [
+        (f"{server.url}/a.pt", True, "1 thread, over the network"),
+        (f"{server.url}/many.pt", True, "5 threads, over the network"),
+        (f"{server.url}/a.pt", False, "1 thread"),
+        (f"{server.url}/many.pt", False, "4 threads"),
+        ("memory://many.pt", True, "1 thread, over the network"),
+    ]
+    for_each(cases, compare)
 
 
 def test_long_reads_are_divided(server: FileServer) -> None:

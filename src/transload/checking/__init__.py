@@ -36,7 +36,7 @@ from transload.loading.placement import AUTO, Plan, is_device_list, place, plan_
 from transload.loading.refusal import Allowed, plain_part, refuse_program, registrar
 from transload.machine import Machine, Python
 from transload.nodes import Global
-from transload.opening import inspect
+from transload.opening import OpenCheckpoint, inspect
 from transload.render import Reported
 from transload.render.checkpoint import findings, format_words
 from transload.render.lines import BLANK, Block, Prose, Table, Words, heading, note, row, tally
@@ -123,18 +123,21 @@ def check(
         return check_here(path, device, doctor(torch=False), model)
     from transload.diagnose.report import judge_machine
 
-    return _compared(checked(_inspected(path), judge_machine(machine), device, machine.variables.values), path, model)
+    with OpenCheckpoint(path, neighbours=True, lazy=True) as opened:
+        checkpoint = _inspected(opened)
+    return _compared(checked(checkpoint, judge_machine(machine), device, machine.variables.values), path, model)
 
 
 def check_here(path: str | os.PathLike[str], device: Any, diagnosis: Diagnosis, model: Any = None) -> Check:
     """As ``check``, for this machine, which was already examined, and a model that was already built."""
     from transload.opening.engine import forecast
 
-    result = checked(_inspected(path), diagnosis, device, dict(os.environ), cwd=os.curdir)
-    # How load would move the bytes, except for what only a working driver knows.
-    cuda = sum(move.nbytes for move in result.plan.moves if move.device.startswith("cuda"))
-    host = sum(move.nbytes for move in result.plan.moves) - cuda
-    how = forecast(os.fspath(path), host, cuda).why if result.plan.ok and host + cuda else ""
+    with OpenCheckpoint(path, neighbours=True, lazy=True) as opened:
+        result = checked(_inspected(opened), diagnosis, device, dict(os.environ), cwd=os.curdir)
+        # How load would move the bytes, except for what only a working driver knows.
+        cuda = sum(move.nbytes for move in result.plan.moves if move.device.startswith("cuda"))
+        host = sum(move.nbytes for move in result.plan.moves) - cuda
+        how = forecast(os.fspath(path), host, cuda, opened.sources()).why if result.plan.ok and host + cuda else ""
     return _compared(replace(result, plan=replace(result.plan, how=how)), path, model)
 
 
@@ -147,15 +150,13 @@ def _compared(result: Check, path: str | os.PathLike[str], model: Any) -> Check:
     return replace(result, fit=fit(path, model))
 
 
-def _inspected(path: str | os.PathLike[str]) -> Checkpoint:
-    checkpoint = inspect(path)
+def _inspected(opened: OpenCheckpoint) -> Checkpoint:
+    checkpoint = opened.checkpoint
     if any(kind.startswith("sparse") for kind in {tensor.kind for tensor in checkpoint.tensors}):
         # load checks the indices of sparse tensors, and no other bytes of tensors.
-        from transload.opening import OpenCheckpoint
         from transload.opening.damage import misplaced
 
-        with OpenCheckpoint(path) as opened:
-            problems = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(opened.elements).items())
+        problems = tuple(Problem("sparse-outside", name, why) for name, why in misplaced(opened.elements).items())
         if problems:
             return judge(replace(checkpoint, problems=(*checkpoint.problems, *problems)))
     return checkpoint

@@ -165,6 +165,15 @@ class OpenCheckpoint:
             self.check_open()
             return self._open[""] if self._folder is None else self._member(self._folder, name)
 
+    def sources(self) -> list[Source]:
+        """The files that its tensors are read from; none if some of them are not open yet."""
+        with self._lock:
+            self.check_open()
+            if self._folder is None:
+                return [self._open[""]]
+            names = {storage.file for storage in self.checkpoint.storages}
+            return [self._open[name] for name in names] if names <= self._open.keys() else []
+
     @cached_property
     def elements(self) -> ElementReader:
         """The elements of its tensors, without torch."""

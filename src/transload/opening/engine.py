@@ -187,17 +187,25 @@ def choose(facts: Facts, settings: Settings = Settings()) -> Choice:  # noqa: B0
     return Choice(lanes, facts.cuda > 0, mapped, direct, huge, ahead, first, ", ".join(why))
 
 
-def forecast(path: str, host: int, cuda: int) -> Choice:
-    """The choice for this many bytes of a file. How much of a directory is cached counts as unknown."""
+def forecast(path: str, host: int, cuda: int, sources: Sequence[Source] = ()) -> Choice:
+    """The choice for this many bytes of a file. How much of a directory is cached counts as unknown.
+
+    Of a URL, ``sources`` are the files that are read, if they are open: one that a server sent as a whole is in memory.
+    """
+    facts = Facts(host, cuda, 1, None)
     if is_url(path):
-        return choose(Facts(host, cuda, 1, None, on_disk=False, far=(host + cuda) // CELL + 1))
+        here = sources and all(source.holds(0, source.size) for source in sources)
+        far = 0 if here else (host + cuda) // CELL + 1
+        streams = min([facts.streams, *(source.streams for source in sources)])
+        facts = facts._replace(on_disk=False, streams=streams, far=far)
     if host + cuda < FEW_BYTES:
-        return choose(Facts(host, cuda, 1, None))
+        return choose(facts)
     from transload.io.limits import cores
 
-    facts = Facts(host, cuda, cores(), None, huge=host >= FEW_BYTES and huge_pages_pay(host))
-    with suppress(CannotReadError), closing(FileSource(path)) as file:
-        facts = facts._replace(**_facts_of(file, 0, file.size))
+    facts = facts._replace(cores=cores(), huge=host >= FEW_BYTES and huge_pages_pay(host))
+    if facts.on_disk:
+        with suppress(CannotReadError), closing(FileSource(path)) as file:
+            facts = facts._replace(**_facts_of(file, 0, file.size))
     return choose(facts)
 
 
@@ -365,10 +373,12 @@ def read_ranges(
     files = [File(source) for source in sources]
     cuda = sum(request.nbytes for request in requests if request.device != "cpu")
     host = sum(request.nbytes for request in requests) - cuda
+    gap = max((source.gap for source in sources), default=0)
     streams = min((source.streams for source in sources), default=1)
     facts = Facts(host, cuda, 1, None, all(file.descriptor >= 0 for file in files), streams=streams)
     if any(source.far for source in sources):
-        facts = facts._replace(far=sum((at + n) // CELL - at // CELL + 1 for _, at, n, _ in requests))
+        wait = (not sources[job.file].holds(job.begin, job.end - job.begin) for job in jobs(requests, gap=gap))
+        facts = facts._replace(far=sum(wait))
     if host + cuda >= FEW_BYTES:
         from transload.io.limits import cores
 
@@ -393,7 +403,6 @@ def read_ranges(
             facts = facts._replace(mappable=mappable)
     choice = choose(facts, settings)
     ahead = ReadAhead(_spans(sources, requests)) if choice.ahead else None
-    gap = max((source.gap for source in sources), default=0)
     transfer = Transfer(files, requests, address_of, checksums, gap, FreshPages(huge=choice.huge))
     try:
         if choice.direct:
