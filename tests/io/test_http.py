@@ -365,6 +365,29 @@ def test_an_error_in_a_thread_ends_what_the_caller_waits_for(server: FileServer)
     end.set()
 
 
+@pytest.mark.parametrize("proxied", [False, True])
+def test_an_error_in_a_thread_ends_a_handshake(monkeypatch: pytest.MonkeyPatch, *, proxied: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        if proxied:
+            monkeypatch.setenv("https_proxy", f"http://{address}")
+
+        def fail() -> None:
+            with listening.accept()[0] as connection:
+                connection.recv(1)
+                raised.append(time.monotonic())
+                connections.append(connection.dup())
+            raise EOFError
+
+        raised: list[float] = []
+        connections: list[socket.socket] = []
+        url = f"https://{'model.example' if proxied else address}/a.pt"
+        with pytest.raises(EOFError):
+            pool.ThreadPool().run([fail], lambda: remote.open_url(url).close())
+        assert time.monotonic() - raised[0] < 5
+        connections[0].close()
+
+
 def test_a_pool_that_a_thread_of_another_made_fails_with_that() -> None:
     """A thread that waits in the inner pool ends when the outer one fails."""
     waits, seen = threading.Event(), []

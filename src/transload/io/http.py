@@ -27,7 +27,7 @@ from zlib import crc32
 from transload._version import __version__
 from transload.errors import BrokenFileError, CannotReadError, UsageError
 from transload.io.limits import memory
-from transload.io.pool import TICK, has_failed
+from transload.io.pool import TICK, aside, has_failed
 from transload.io.sources import shown
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class Client:
             proxied = getattr(connection, "transload_proxied", None)
             try:
                 if not used:
-                    connection.connect()
+                    aside(connection.connect)  # to look up a name, or a handshake, may take half a minute
                     # Not before: after the answer of a proxy there is a handshake, which may take longer than a tick.
                     connection.response_class = _Response
                 more = {} if proxied is None else proxied
