@@ -343,6 +343,27 @@ def test_all_lanes_count() -> None:
     assert growth.lanes == 4
 
 
+def test_a_lane_that_hangs_does_not_stop_the_growth() -> None:
+    growth = engine.Growth(4, 16, far=True)
+    for lanes in (4, 8):
+        assert (growth.lanes, growth.open) == (lanes, True)
+        for _ in range(16):
+            growth.update()
+            assert growth.lanes == lanes
+            for lane in range(1, lanes):  # the first never does a job
+                growth.add(lane, CELL, 1.0, 0.0)
+        growth.update()
+    assert growth.lanes == 16
+
+
+def test_many_lanes_that_hang_stop_the_growth() -> None:
+    growth = engine.Growth(4, 16, far=True)
+    for _ in range(100):
+        growth.add(3, CELL, 1.0, 0.0)
+    growth.update()
+    assert growth.lanes == 4
+
+
 @pytest.mark.parametrize("far", [False, True], ids=["here", "far"])
 def test_lanes_are_added_while_they_wait(*, far: bool) -> None:
     lanes = [Lane(lambda _: time.sleep(0.02)) for _ in range(16)]

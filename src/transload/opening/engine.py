@@ -55,6 +55,8 @@ _FIRST_FAR = 8
 another."""
 _FASTER = 1.25
 """How much faster twice as many lanes must be."""
+_MANY = 16
+"""Jobs of a lane while another does not do two: that hangs, perhaps on a connection that is dead."""
 _CROWDED = 4
 """How many times as many lanes read on few cores, if other programs work on them. On four cores that was no faster."""
 _KNOWS_WORK = sys.platform != "win32"  # whose clocks of threads tick every 16 ms, too seldom to tell work from waiting
@@ -323,13 +325,17 @@ class Growth:
         self._done[lane].append((nbytes, seconds, worked))
 
     def update(self) -> range:
-        """Change the number, if all that run have done two jobs since the last change; return the lanes to add."""
+        """Change the number, if all that run have done two jobs since the last change; return the lanes to add.
+
+        A lane that hangs does not hold up the others for ever: it does not count when half of them have done many jobs.
+        """
         before = self.lanes
-        counted = [done[1:] for done in self._done[: self.lanes]]
-        if not all(counted):
+        numbers = sorted(len(done) for done in self._done[: self.lanes])
+        if numbers[0] < 2 and numbers[len(numbers) // 2] < _MANY:
             return range(0)
+        counted = [done[1:] for done in self._done[: self.lanes] if len(done) > 1]
         nbytes, seconds, worked = map(sum, zip(*chain(*counted), strict=True))
-        speed = self.lanes * nbytes / seconds
+        speed = len(counted) * nbytes / seconds
         if speed < self._faster * self._speed:
             self.lanes, self.open = self.lanes // self._step, False
         elif worked < _WORKING * seconds:
