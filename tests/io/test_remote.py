@@ -38,7 +38,7 @@ from transload.errors import (
     TransloadError,
     UsageError,
 )
-from transload.io import http, pool, remote
+from transload.io import http, limits, remote
 from transload.io.paths import open_source
 from transload.io.remote import RemoteSource, hub_token, remote_folder
 from transload.io.sources import is_url, shown
@@ -169,7 +169,7 @@ def test_check_says_with_how_many_threads_load_reads(server: FileServer, monkeyp
 
     choose = engine.choose
     monkeypatch.setattr(engine, "choose", note)
-    monkeypatch.setattr(pool, "cores", lambda: 4)
+    monkeypatch.setattr(limits, "cores", lambda: 4)
     monkeypatch.setattr(engine, "huge_pages_pay", lambda _: False)
     many = saved(weights(200, 25_000))
     server.files["many.pt"] = many
