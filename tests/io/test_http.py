@@ -153,7 +153,8 @@ def test_more_than_was_announced_is_not_taken_for_the_file(server: FileServer) -
 def test_a_handshake_behind_a_proxy_may_take_longer_than_a_tick(monkeypatch: pytest.MonkeyPatch) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(TLS / "here.pem")
-    monkeypatch.setattr(http, "_tls", lambda: ssl.create_default_context(cafile=str(TLS / "ca.pem")))
+    monkeypatch.setenv("SSL_CERT_FILE", str(TLS / "ca.pem"))
+    monkeypatch.setattr(http, "_tls", http._tls.__wrapped__)
     monkeypatch.setattr(http, "TICK", 0.05)
     monkeypatch.setattr(http, "_TRIES", 1)
 

@@ -17,7 +17,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from http.client import HTTPConnection, HTTPException, HTTPMessage, HTTPResponse, HTTPSConnection, InvalidURL
 from io import BufferedReader, RawIOBase
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -27,7 +27,7 @@ from zlib import crc32
 from transload._version import __version__
 from transload.errors import BrokenFileError, CannotReadError, UsageError
 from transload.io.limits import memory
-from transload.io.pool import TICK, aside, has_failed
+from transload.io.pool import TICK, has_failed
 from transload.io.sources import shown
 
 if TYPE_CHECKING:
@@ -69,29 +69,42 @@ class _AgainError(Exception):
 # -- requests
 
 
+def _patient(connected: socket.socket, work: Callable[[], _Read]) -> _Read:
+    """Do what waits for a socket, and can go on after ``TimeoutError``, as long as somebody needs it."""
+    latest = time.monotonic() + _TIMEOUT
+    connected.settimeout(min(TICK, _TIMEOUT))
+    while True:
+        if has_failed():
+            raise _AgainError("nobody needs it any more")
+        try:
+            return work()
+        except TimeoutError:
+            if time.monotonic() >= latest:
+                raise
+
+
+class _Encrypted(ssl.SSLSocket):
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            _patient(self, partial(super().do_handshake, block))
+        except _AgainError:
+            self.close()  # its base class does for other errors
+            raise
+
+
 class _AnswerBytes(RawIOBase):
     """The bytes of an answer, from its first line on, as long as they are needed and enough of them come."""
 
     def __init__(self, reader: BufferedReader, connected: socket.socket) -> None:
         self._reader = reader  # with it, the socket stays open
         self._socket = connected
-        self._socket.settimeout(min(TICK, _TIMEOUT))
         self._deadline = 0.0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        latest = time.monotonic() + _TIMEOUT
-        while True:
-            if has_failed():
-                raise _AgainError("nobody needs it any more")
-            try:
-                count = self._socket.recv_into(buffer)
-                break
-            except TimeoutError:
-                if time.monotonic() >= latest:
-                    raise
+        count = _patient(self._socket, partial(self._socket.recv_into, buffer))
         now = time.monotonic()
         self._deadline = (self._deadline or now + _TIMEOUT) + count / _SLOWEST
         if now > self._deadline:
@@ -221,9 +234,8 @@ class Client:
             proxied = getattr(connection, "transload_proxied", None)
             try:
                 if not used:
-                    aside(connection.connect)  # to look up a name, or a handshake, may take half a minute
-                    # Not before: after the answer of a proxy there is a handshake, which may take longer than a tick.
-                    connection.response_class = _Response
+                    connection.response_class = _Response  # also of a proxy's answer
+                    connection.connect()
                 more = {} if proxied is None else proxied
                 path = (
                     target if proxied is None else urlunsplit((at.scheme, at.netloc.rpartition("@")[2], *at[2:4], ""))
@@ -239,7 +251,9 @@ class Client:
 
 @cache
 def _tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
+    context = ssl.create_default_context()
+    context.sslsocket_class = _Encrypted
+    return context
 
 
 def _connection(scheme: str, host: str, port: int | None) -> HTTPConnection:
