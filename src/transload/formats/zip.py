@@ -491,7 +491,7 @@ def _read_locals(
             continue
         begin, n_name, n_extra = _LOCAL_IN_SHORT.unpack_from(window, at)
         offset = header + 30 + n_name + n_extra
-        if window[at + 30 : at + 30 + n_name] != raw_name:
+        if n_name != len(raw_name) or window[at + 30 : at + need] != raw_name:
             problems.add("zip-names-differ", name, "the record's own header has another name")
         if begin != plain or entry_flags != plain_flags or entry_method != plain_method:
             wide_sizes = begin[-8:-4] == b"\xff" * 4 or begin[-4:] == b"\xff" * 4
@@ -504,7 +504,9 @@ def _read_locals(
             present = max(0, file_size - offset)
             problems.add("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file")
             offset, entry_stored = min(offset, file_size), present
-        records[name] = _new(Record, (name, offset, entry_size, entry_stored, entry_crc, entry_method))
+        # With a name of another length, its bytes begin nobody knows where.
+        known = offset if n_name == len(raw_name) else None
+        records[name] = _new(Record, (name, known, entry_size, entry_stored, entry_crc, entry_method))
     spans.sort()
     reach, owner = 0, ""
     for header, end, name in spans:
