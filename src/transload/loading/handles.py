@@ -164,7 +164,7 @@ class Handle(Mapping[str, "torch.Tensor"]):
         opened = self._opened
         opened.check_open()
         read = opened.read(tensor, index, opened.device(tensor.device), self._dtype)
-        opened.check_unchanged()
+        opened.check_unchanged(far=False)  # those elsewhere compare each answer, or could only be asked again
         return read
 
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:

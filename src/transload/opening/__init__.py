@@ -120,10 +120,13 @@ class OpenCheckpoint:
 
             raise UsageError("this checkpoint was closed", where=self.checkpoint.path, fix="Open it again to read.")
 
-    def check_unchanged(self) -> None:
-        """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed."""
+    def check_unchanged(self, *, far: bool = True) -> None:
+        """Raise ``BrokenFileError`` if a file was written to while it was read: old and new bytes may be mixed.
+
+        Without ``far``, only of files here.
+        """
         for source in [*self._open.values()]:  # another thread may open one
-            if source.is_changed():
+            if (far or not source.far) and source.is_changed():
                 raise was_changed(source.name)
 
     def claims_hold(self) -> bool:
