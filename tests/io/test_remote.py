@@ -633,6 +633,95 @@ def test_what_cannot_be_reached_is_not_called_damaged(
         reads(f"{server.url}/{name}")
 
 
+def no_answer(path: str) -> Callable[[Handler], bool]:
+    """A server that is too busy for one of its files."""
+
+    def answer(handler: Handler) -> bool:
+        if handler.path.endswith(path):
+            handler.reply(503)
+        return handler.path.endswith(path)
+
+    return answer
+
+
+READERS: list[Callable[[str], object]] = [
+    *(transload.inspect, transload.load, transload.open, transload.verify, transload.check),
+    lambda url: transload.convert(url, "never.safetensors"),
+]
+
+
+@pytest.mark.parametrize("reads", READERS, ids=["inspect", "load", "open", "verify", "check", "convert"])
+@pytest.mark.parametrize("name", ["model-00002-of-00003.safetensors", "model.safetensors.index.json"])
+def test_a_file_of_several_that_cannot_be_reached_is_no_damage(
+    server: FileServer, name: str, reads: Callable[[str], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is another checkpoint in the folder read instead."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(http, "_TRIES", 1)
+    transload.convert(saved(WEIGHTS), tmp_path / "model.safetensors", max_shard_size="700KB")
+    for file in tmp_path.iterdir():
+        server.files[f"x/{file.name}"] = file.read_bytes()
+    server.files["x/pytorch_model.bin"] = saved({"old": torch.ones(2)})
+    with fault(server, no_answer(name)), pytest.raises(CannotReadError, match="503") as caught:
+        reads(f"{server.url}/x/")
+    assert type(caught.value) is CannotReadError
+
+
+def test_a_configuration_that_cannot_be_reached_is_not_left_out(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_TRIES", 1)
+    weights = {
+        "base_model.model.q.lora_A.weight": torch.ones(2, 4),
+        "base_model.model.q.lora_B.weight": torch.ones(4, 2),
+    }
+    server.files["lora/adapter_model.safetensors"] = as_safetensors(weights)
+    url = f"{server.url}/lora/"
+    assert transload.inspect(url).ok
+    server.files["lora/adapter_config.json"] = b'{"peft_type": "LORA", "r": 2, "lora_alpha": 16}'
+    assert "16" in str(transload.inspect(url).facts)
+    with fault(server, no_answer("adapter_config.json")), pytest.raises(CannotReadError, match="503"):
+        transload.inspect(url)
+
+
+def test_another_step_is_not_read_when_the_last_one_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    for step in (10, 20):
+        state = saved({"module": {"w": torch.full((3,), float(step))}, "ds_version": "0.14", "global_steps": step})
+        files.pipe(f"/steps/global_step{step}/mp_rank_00_model_states.pt", state)
+    files.pipe({"/steps/latest": b"global_step10", "/steps/zero_to_fp32.py": b"#"})
+    real_cat = files.cat_file
+
+    def cat(path: str, **named: Any) -> bytes:
+        if path.endswith("latest"):
+            raise OSError(5, "try again")
+        data: bytes = real_cat(path, **named)
+        return data
+
+    try:
+        with transload.open("memory://steps/") as handle:
+            assert handle["module/w"].tolist() == [10.0] * 3
+        monkeypatch.setattr(files, "cat_file", cat)
+        with pytest.raises(CannotReadError, match=r"steps/latest: .*try again"):
+            transload.open("memory://steps/")
+    finally:
+        files.rm("/steps", recursive=True)
+
+
+def test_stores_may_forbid_what_does_not_exist(server: FileServer) -> None:
+    def forbid(handler: Handler) -> bool:
+        if handler.path[1:] not in server.files:
+            handler.reply(403)
+        return handler.path[1:] not in server.files
+
+    server.files["x/model.safetensors"] = FILES["a.safetensors"]
+    with fault(server, forbid):
+        assert same(transload.load(f"{server.url}/x/"), WEIGHTS)
+        with pytest.raises(ForbiddenFileError):
+            transload.load(f"{server.url}/y/")
+
+
 @pytest.mark.parametrize(
     "url",
     [
@@ -648,6 +737,14 @@ def test_a_url_that_is_none_is_an_error_of_the_user(url: str) -> None:
     with pytest.raises(UsageError, match="not a valid URL") as caught:
         transload.load(url)
     assert "cret" not in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize("url", ["https:/me:secret@host/a.pt", "http//me:secret@host/a.pt"])
+@pytest.mark.parametrize("reads", READERS[:3], ids=["inspect", "load", "open"])
+def test_no_traceback_shows_the_password_of_a_mistyped_url(url: str, reads: Callable[[str], object]) -> None:
+    with pytest.raises(MissingFileError) as caught:
+        reads(url)
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_bytes_of_a_name_that_are_no_text_are_escaped(server: FileServer) -> None:
@@ -1002,6 +1099,27 @@ def renamed(data: bytes, record: str) -> bytes:
     return data[: at - 1] + b"X" + data[at:]
 
 
+def named_longer(data: bytes, record: str) -> bytes:
+    """An archive in which a bit of the length of a name was flipped, in the record's own header."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (info,) = [info for info in archive.infolist() if info.filename.endswith(f"/{record}")]
+    at = info.header_offset + 26
+    return data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :]
+
+
+def test_a_header_that_is_at_hand_is_compared(server: FileServer) -> None:
+    """As it is in a file here."""
+    server.files["a.pt"] = named_longer(saved({"w": torch.arange(100.0), "v": torch.ones(3)}), "data/0")
+    for f in (server.files["a.pt"], f"{server.url}/a.pt"):
+        assert codes(transload.inspect(f)) == ["zip-names-differ"]
+        with pytest.raises(BrokenFileError, match="two names"):
+            transload.load(f)
+        with transload.open(f) as handle:
+            assert torch.equal(handle["v"], torch.ones(3))
+            with pytest.raises(BrokenFileError, match="does not say where its record begins"):
+                handle["w"]
+
+
 @pytest.mark.parametrize("spoil", [moved, renamed])
 def test_headers_that_disagree(server: FileServer, spoil: Callable[[bytes, str], bytes]) -> None:
     """What is not read when the directory is, is compared with it before a tensor is returned."""
@@ -1057,9 +1175,10 @@ def test_archives_of_other_programs(server: FileServer) -> None:
 # -- other stores
 
 
-def test_fsspec() -> None:
+def test_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("memory")
+    real_info = files.info
     for name, data in FILES.items():
         files.pipe(f"/bucket/{name}", data)
     index = {"weight_map": dict.fromkeys(WEIGHTS, "a.safetensors")}
@@ -1075,6 +1194,17 @@ def test_fsspec() -> None:
             files.pipe("/bucket/a.pt", FILES["a.pt"][:500_000])
             with pytest.raises(TransloadError, match="of 160,"):
                 handle["layers.9.weight"]
+        asked: list[str] = []
+
+        def info(path: str, **_: Any) -> Any:
+            asked.append(path)
+            return real_info(path)
+
+        monkeypatch.setattr(files, "info", info)
+        with transload.open("memory://bucket/sub/m.index.json") as handle:
+            asked.clear()
+            assert torch.equal(handle["layers.5.weight"], WEIGHTS["layers.5.weight"])
+            assert not asked, "for each tensor, an answer of a store would have to be waited for"
         with pytest.raises(MissingFileError, match=r"memory://bucket/b.pt: there is no such file"):
             transload.load("memory://bucket/b.pt")
     finally:

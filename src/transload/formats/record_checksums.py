@@ -20,7 +20,7 @@ from transload.frozen import NamedTuple
 from transload.io.checksums import combined, fastest_crc32
 from transload.io.packed import inflated
 from transload.io.pool import each, threads
-from transload.io.sources import Source
+from transload.io.sources import Source, refuse_fault
 
 _BUFFER = 1 << 20  # stays in the cache of a processor between being read and being summed
 _PART = 16 * _BUFFER
@@ -112,8 +112,7 @@ def checksums(
         except zlib_error:
             lost.append((index, offset, Lost("its compressed data is damaged")))
         except CannotReadError as error:
-            if source.far:  # that says nothing of its bytes
-                raise
+            refuse_fault(error, far=source.far)
             lost.append((index, offset, Lost(f"it cannot be read: {error.what}", "record-unreadable")))
 
     def worker() -> Callable[[_Task], None]:
@@ -127,9 +126,8 @@ def checksums(
                 return
             try:
                 data = buffer[: source.readinto(begin, buffer[:nbytes])]
-            except CannotReadError:  # perhaps only one of them
-                if source.far:
-                    raise
+            except CannotReadError as error:  # perhaps only one of them
+                refuse_fault(error, far=source.far)
                 for start, size, index in contained:
                     sum_part(start, size, index, buffer)
                 return

@@ -27,6 +27,9 @@ class Folder:
     ``io.remote`` has one of files elsewhere.
     """
 
+    far = False
+    """Whether a network leads to it."""
+
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -140,11 +143,13 @@ class Listing(NamedTuple):
         return len(self.files) + len(self.folders) + len(self.dangling)
 
     def text(self, name: str) -> str:
-        """The text of a small file such as ``latest``; empty if it does not exist or cannot be read."""
+        """The text of a small file such as ``latest``; empty if it does not exist."""
         try:
             with closing(self.folder.open(self.prefix + name)) as source:
                 return source.read(0, 4096).decode("utf-8", "replace").strip()
         except CannotReadError:
+            if name in self.files:  # another step would be read than the one it names
+                raise
             return ""
 
 

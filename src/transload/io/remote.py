@@ -20,7 +20,7 @@ from threading import Condition, Lock
 from typing import Any, Literal, Protocol
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from transload.errors import BrokenFileError, CannotReadError, MissingFileError, UsageError
+from transload.errors import BrokenFileError, CannotReadError, ForbiddenFileError, MissingFileError, UsageError
 from transload.io.folder import MAX_ENTRIES, Entries, Folder, Listing
 from transload.io.http import Client, HttpFile
 from transload.io.pool import each
@@ -343,6 +343,8 @@ class RemoteSource(Source):
 class RemoteFolder(Folder):
     """A folder elsewhere."""
 
+    far = True
+
     def __init__(self, store: Store, key: str, usual: tuple[str, ...] = _USUAL) -> None:
         super().__init__(store.shown(key))
         self._usual = usual
@@ -380,12 +382,13 @@ class RemoteFolder(Folder):
         self.prepare([prefix + name for name in self._usual])
         found = {name: self._opened[prefix + name] for name in self._usual}
         files = {name: source.size for name, source in found.items() if isinstance(source, RemoteSource)}
+        # Some stores forbid what does not exist.
+        known = (MissingFileError, ForbiddenFileError) if files else MissingFileError
+        for source in found.values():
+            if isinstance(source, CannotReadError) and not isinstance(source, known):
+                raise source
         if files or not self._usual:
             return files
-        errors = [error for error in found.values() if isinstance(error, CannotReadError)]
-        for error in errors:
-            if not isinstance(error, MissingFileError):
-                raise error
         what = "a web server does not list what is in a folder, and none of the usual names is there"
         fix = "Name a file in it: the checkpoint, the index of its shards (….index.json), or .metadata."
         raise CannotReadError(what, where=self.path(below), fix=fix)

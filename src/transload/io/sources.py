@@ -16,7 +16,7 @@ from transload.frozen import NamedTuple
 if TYPE_CHECKING:  # a file that can be read needs no errors
     from typing import TypeGuard
 
-    from transload.errors import BrokenFileError, CannotReadError
+    from transload.errors import BrokenFileError, CannotReadError, TransloadError
     from transload.io.cache import Following, Pace
 
 _PIECE = 1 << 20
@@ -151,7 +151,8 @@ class FileSource(Source):
             flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
             self.descriptor = os.open(system_path(self.name), flags) if opened < 0 else opened
         except (OSError, ValueError) as error:
-            raise cannot_read(self.name, error) from error
+            # A mistyped URL may have a password, which the system's error repeats.
+            raise cannot_read(self.name, error) from error if shown(self.name) == self.name else None
         status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
             from transload.errors import CannotReadError
@@ -424,6 +425,15 @@ def was_changed(name: str) -> BrokenFileError:
 
     fix = "Read it again when no program writes to it; transload.save replaces a file in one step."
     return BrokenFileError("it was changed while it was read", where=name, fix=fix)
+
+
+def refuse_fault(error: TransloadError, *, far: bool) -> None:
+    """Raise an error again that says nothing of the content: what is elsewhere could not be reached, or changed."""
+    if far:
+        from transload.errors import ContentError, MissingFileError
+
+        if not isinstance(error, ContentError | MissingFileError):
+            raise error
 
 
 def cannot_read(name: str, error: OSError | ValueError) -> CannotReadError:

@@ -8,6 +8,7 @@ from transload.checkpoint import Checkpoint
 from transload.errors import UsageError
 from transload.findings import Finding, is_named, quoted
 from transload.frozen import replace
+from transload.io.sources import is_url
 from transload.judge.problems import rule_of
 from transload.render.words import plural, size
 
@@ -48,7 +49,7 @@ def judged_by(checkpoint: Checkpoint, refuse: Collection[str], max_size: int = 0
     if "gpu" in refused and checkpoint.devices:
         tags = (f"{use.device}: {plural(use.tensors, 'tensor')}" for use in checkpoint.devices if _is_gpu(use.device))
         fix: tuple[str, ...] = checkpoint.traits.retag[1:] if checkpoint.traits.program else ()
-        here = is_named(checkpoint.path) and "://" not in checkpoint.path
+        here = is_named(checkpoint.path) and not is_url(checkpoint.path)
         if checkpoint.traits.container in ("zip", "stream") and here:
             fix = (
                 "This makes plain torch.load work anywhere:",

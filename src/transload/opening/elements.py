@@ -20,14 +20,14 @@ from typing import Any, Literal
 from transload.checkpoint import Checkpoint, Record, Storage, Tensor
 from transload.contents import AS_ESCAPED, AS_TEXT, Item
 from transload.dtypes import ITEMSIZE, itemsize
-from transload.errors import ContentError, MissingFileError, TransloadError
+from transload.errors import ContentError, TransloadError
 from transload.findings import quoted
 from transload.formats import read_source
 from transload.formats.nested import item_source, moved_storage, unpacked_item
 from transload.frozen import NamedTuple
 from transload.geometry import Axis, Box, View, axes_of, box_words, boxes, boxes_of_run, contiguous, cover
 from transload.io.packed import MAX_RATIO, Inflating, from_text, inflated
-from transload.io.sources import BytesSource, Source
+from transload.io.sources import BytesSource, Source, refuse_fault
 from transload.opening.jobs import file_ends
 
 WINDOW = 16 << 20
@@ -91,10 +91,8 @@ class ElementReader:
                 yield self.open_file(storage.file)
 
     def refuse_fault(self, error: TransloadError) -> None:
-        """Raise an error again that says nothing of the content: what is elsewhere could not be reached, or changed."""
-        about_content = isinstance(error, ContentError | MissingFileError)
-        if not about_content and any(source.far for source in self.sources()):
-            raise error
+        """As the function of this name, for all files."""
+        refuse_fault(error, far=any(source.far for source in self.sources()))
 
     def storages(self) -> Iterator[Storage]:
         """All storages; one in an item that was opened since the checkpoint was read, as it is there."""

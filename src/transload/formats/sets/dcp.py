@@ -29,7 +29,7 @@ from transload.formats.sets.pieces import assembled, lost_words, overlap_words
 from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 from transload.io.folder import MAX_MEMBERS, Listing, relative_path
-from transload.io.sources import Slice, Source
+from transload.io.sources import Slice, Source, refuse_fault
 from transload.nodes import Call, Dict, Global, short
 from transload.render.words import plural
 
@@ -434,6 +434,7 @@ class _Items:
             try:
                 source = self.sources[file] = merger.open_file(prefix + file)
             except CannotReadError as error:
+                refuse_fault(error, far=merger.listing.folder.far)
                 names = join_names([place.name for place in places], 3)
                 merger.note("dcp-file-missing", f"{error.what}; {len(places):,} entries need it: {names}", file)
                 merger.add_missing(file, "rank file")
@@ -457,7 +458,8 @@ class _Items:
         if other.file not in self.sources:
             try:
                 self.sources[other.file] = self._merger.open_file(self._merger.listing.prefix + other.file)
-            except CannotReadError:
+            except CannotReadError as error:
+                refuse_fault(error, far=self._merger.listing.folder.far)
                 return False
         ends = []
         for place in (first, other):

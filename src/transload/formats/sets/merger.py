@@ -14,7 +14,7 @@ from transload.formats.nested import joined, moved_storage, moved_tensor
 from transload.formats.pickle_machine import run
 from transload.formats.torch_zip import pickle_problems
 from transload.io.folder import MAX_ENTRIES, MAX_MEMBERS, Folder, Listing, relative_path
-from transload.io.sources import Source
+from transload.io.sources import Source, refuse_fault
 from transload.nodes import Pickle
 
 ReadFile = Callable[[str], Checkpoint]
@@ -94,6 +94,7 @@ class Merger(Draft):
         try:
             return self.read_file(path)
         except CannotReadError as error:
+            refuse_fault(error, far=self.listing.folder.far)
             self.note("part-unreadable", error.what, name)
             return None
 
@@ -123,6 +124,7 @@ class Merger(Draft):
             with closing(self.listing.folder.open(self.listing.prefix + name)) as source:
                 data = source.read(0, source.size)
         except CannotReadError as error:
+            refuse_fault(error, far=self.listing.folder.far)
             self.note("part-unreadable", error.what, name)
         pickle = run(data, name=self.listing.prefix + name)
         pickle.main = True
@@ -194,6 +196,7 @@ def listed(folder: Folder, below: str, noted: LimitedProblems, most: int = MAX_E
     try:
         listing = folder.list(below, most)
     except CannotReadError as error:
+        refuse_fault(error, far=folder.far)
         noted.add("directory-unreadable", below, error.what)
         return Listing(folder, f"{below}/" if below else "", {}, cut=True)
     if listing.cut:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import closing, suppress
+from contextlib import closing
 
 from transload.checkpoint import Checkpoint, Part
 from transload.errors import CannotReadError
 from transload.formats.sets.merger import Merger
 from transload.frozen import replace
 from transload.io.folder import Listing
+from transload.io.sources import refuse_fault
 
 # The usual names of a model's weights, best first. Other files that look like checkpoints belong to the training.
 _USUAL_NAMES = (
@@ -53,11 +54,15 @@ def read(merger: Merger) -> Checkpoint:
     if name.startswith("adapter_"):
         from transload.formats.adapters import CONFIG, facts_of, pieces_of, read_config
 
-        with suppress(CannotReadError), closing(listing.folder.open(listing.prefix + CONFIG)) as source:
-            config = read_config(source)
-            if kind := str(config.get("peft_type") or "")[:40]:
-                flavour = f"{'LoRA' if kind == 'LORA' else kind} adapter"
-                facts += facts_of(pieces_of((tensor.name, tensor) for tensor in checkpoint.tensors), config)
+        try:
+            with closing(listing.folder.open(listing.prefix + CONFIG)) as source:
+                config = read_config(source)
+        except CannotReadError as error:
+            refuse_fault(error, far=listing.folder.far)
+            config = {}
+        if kind := str(config.get("peft_type") or "")[:40]:
+            flavour = f"{'LoRA' if kind == 'LORA' else kind} adapter"
+            facts += facts_of(pieces_of((tensor.name, tensor) for tensor in checkpoint.tensors), config)
     return replace(
         checkpoint,
         path=merger.path,

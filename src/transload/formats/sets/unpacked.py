@@ -19,6 +19,7 @@ from transload.formats.torch_zip import Archive
 from transload.formats.zip import Payload, ZipIndex
 from transload.frozen import replace
 from transload.io.folder import Folder, Listing
+from transload.io.sources import refuse_fault
 
 MAX_UNPACKED_FILES = 200_000
 """There is a limit since somebody may pass their home directory. Large models have twenty thousand storages."""
@@ -80,6 +81,7 @@ def open_archive(folder: Folder, below: str = "") -> Archive:
             with closing(folder.open(prefix + record.name)) as source:
                 return Payload(source.read(record.offset or 0, record.size), intact=True)
         except CannotReadError as error:
+            refuse_fault(error, far=folder.far)
             return Payload(b"", intact=False, problem=error.what)
 
     nbytes = sum(record.size for record in records.values())
@@ -97,6 +99,7 @@ def _files_below(folder: Folder, prefix: str, problems: Problems) -> Iterator[tu
         try:
             listing = folder.list((prefix + here).rstrip("/"), MAX_UNPACKED_FILES + 1)
         except CannotReadError as error:
+            refuse_fault(error, far=folder.far)
             problems.add("directory-unreadable", here.rstrip("/"), error.what)
             continue
         for name in listing.folders:
