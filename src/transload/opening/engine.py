@@ -285,15 +285,17 @@ def run_lanes(
             queue.put(job)
         queue.put(None)
         running, reported = True, 0
-        while running and not pool.stopped:
+        while running:
             asking = ahead is not None and not ahead.done
             running = pool.wait(_POLL_OFTEN if asking else _POLL_GROWTH if growth.open else _POLL)
+            if pool.stopped:
+                return
             done = sum(lane.done for lane in lanes)
-            if ahead is not None and not pool.stopped:
+            if ahead is not None:
                 ahead.ask(done)
-            if growth.open and not pool.stopped:
+            if growth.open:
                 let_in(growth.update())
-            if report_progress and done > reported and not pool.stopped:
+            if report_progress and done > reported:
                 report_progress(done - reported)
             reported = done
 
