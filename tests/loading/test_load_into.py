@@ -1171,7 +1171,7 @@ def test_state_of_another_kind_of_optimizer_is_noted(wanted: Any) -> None:
         del group["maximize"]
         group["initial_lr"] = 1.0
     file = file_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    fresh = wanted([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    fresh = wanted([{"params": model[0].parameters()}, {"params": model[1].parameters()}], lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         load_into(model, file, optimizer=fresh)
