@@ -9,6 +9,7 @@ import shutil
 import struct
 import warnings
 from collections.abc import Callable, Sequence
+from errno import ENOENT
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -916,7 +917,7 @@ class InMemory(Folder):
     def open(self, name: str, *, keep: bool = True) -> Source:
         assert keep
         if name not in self.contents:
-            raise CannotReadError("No such file or directory", where=name)
+            raise CannotReadError("No such file or directory", where=name, errno=ENOENT)
         return BytesSource(self.contents[name], self.path(name))
 
     def kind(self, name: str) -> Literal["file", "folder", "link", "other", ""]:

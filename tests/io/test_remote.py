@@ -709,6 +709,84 @@ def test_another_step_is_not_read_when_the_last_one_cannot_be_asked_for(monkeypa
         files.rm("/steps", recursive=True)
 
 
+def test_a_sparse_tensor_whose_indices_cannot_be_reached_is_not_called_right(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_TRIES", 1)
+    indices = torch.zeros(1, 100_000, dtype=torch.int64)
+    sparse = torch.sparse_coo_tensor(indices, torch.ones(100_000), (2,), check_invariants=False)
+    server.files["s.pt"] = saved([torch.ones(200_000), sparse, torch.ones(200_000)])
+    url = f"{server.url}/s.pt"
+    assert transload.check(url).ok
+
+    def break_off(handler: Handler) -> bool:
+        begin, end = map(int, handler.headers["Range"].removeprefix("bytes=").split("-"))
+        inside = begin > 500_000 and end < len(server.files["s.pt"]) - 500_000
+        if inside:
+            handler.reply(503)
+        return inside
+
+    with fault(server, break_off), pytest.raises(CannotReadError, match="503"):
+        transload.check(url)
+
+
+def test_a_model_is_not_said_to_misfit_a_file_that_cannot_be_reached(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_TRIES", 1)
+    url = f"{server.url}/a.pt"
+    asked: list[str] = []
+
+    def second(handler: Handler) -> bool:
+        asked.append(handler.path)
+        if len(asked) > 2:
+            handler.reply(503)
+        return len(asked) > 2
+
+    with fault(server, second), pytest.raises(CannotReadError, match="503"):
+        transload.check(url, model=torch.nn.Linear(2, 2))
+
+
+def test_no_connection_stays_open_after_an_error_of_a_folder(
+    server: FileServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http, "_TRIES", 1)
+    clients: list[weakref.ref[http.Client]] = []
+    real_client = http.Client
+
+    def client() -> http.Client:
+        made = real_client()
+        clients.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(remote, "Client", client)
+    server.files["x/model.safetensors"] = FILES["a.safetensors"]
+    gc.collect()
+    gc.disable()
+    try:
+        with fault(server, no_answer("pytorch_model.bin")):
+            for _ in range(2):
+                with pytest.raises(CannotReadError, match="503") as caught:
+                    transload.load(f"{server.url}/x/")
+                del caught
+        assert clients
+        assert [made() for made in clients] == [None] * len(clients)
+    finally:
+        gc.enable()
+
+
+def test_what_one_answer_forbids_is_not_absent_if_another_is_404(server: FileServer) -> None:
+    def forbid(handler: Handler) -> bool:
+        if handler.path.endswith("/model.safetensors"):
+            handler.reply(403)
+        return handler.path.endswith("/model.safetensors")
+
+    server.files["x/model.safetensors"] = FILES["a.safetensors"]
+    server.files["x/pytorch_model.bin"] = saved({"old": torch.ones(2)})
+    with fault(server, forbid), pytest.raises(ForbiddenFileError):
+        transload.load(f"{server.url}/x/")
+
+
 def test_stores_may_forbid_what_does_not_exist(server: FileServer) -> None:
     def forbid(handler: Handler) -> bool:
         if handler.path[1:] not in server.files:
@@ -720,6 +798,31 @@ def test_stores_may_forbid_what_does_not_exist(server: FileServer) -> None:
         assert same(transload.load(f"{server.url}/x/"), WEIGHTS)
         with pytest.raises(ForbiddenFileError):
             transload.load(f"{server.url}/y/")
+
+
+def test_a_folder_that_cannot_be_listed_at_first_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or what is beside the checkpoint would not be verified."""
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("memory")
+    files.pipe({"/folder/model.safetensors": FILES["a.safetensors"], "/folder/other.pt": FILES["a.pt"][:-500]})
+    real_ls, asked = files.ls, []
+
+    def ls(path: str, **named: Any) -> Any:
+        asked.append(path)
+        if len(asked) == 2:
+            raise OSError(5, "try again")
+        return real_ls(path, **named)
+
+    try:
+        assert main(["verify", "memory://folder/"]) == 1
+        monkeypatch.setattr(files, "ls", ls)
+        asked.append("")
+        assert main(["verify", "memory://folder/"]) == 2
+        assert "try again" in capsys.readouterr().err
+    finally:
+        files.rm("/folder", recursive=True)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ import torch
 from tests import forks
 from tests.loading.zoo import IGNORED_WARNINGS, saved
 
-from transload.errors import BrokenFileError, DoesNotFitError
+from transload.cli.main import main
+from transload.errors import BrokenFileError, DoesNotFitError, LoadError
 from transload.io.folder import Folder
 from transload.loading import load
 from transload.loading.handles import open as open_
@@ -391,6 +392,42 @@ def test_file_changed_during_load_into_is_a_broken_file_error(tmp_path: Path, mo
     monkeypatch.setattr("transload.loading.handles.fill", changed)
     with pytest.raises(BrokenFileError, match="was changed while it was read"):
         load_into(torch.nn.Linear(8, 8, bias=False), path)
+
+
+def unreadable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def refuse(name: Any, *arguments: Any, **named: Any) -> int:
+        if os.fspath(name) == str(path):
+            raise PermissionError(13, "Permission denied")
+        return real_open(name, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def test_shard_that_cannot_be_read_is_not_left_out(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys would count as missing, and with ``strict=False`` the rest would load."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    unreadable(shards[1], monkeypatch)
+    for strict in (True, False):
+        with pytest.raises(LoadError, match=r"shard1\.bin") as caught:
+            load_into(Model(), shards[0].parent, strict=strict)
+        assert "strict=False loads" not in str(caught.value)
+    with open_(shards[0].parent) as handle, pytest.raises(KeyError, match=r"cannot be read: shard1\.bin"):
+        handle[shards[1].name]
+
+
+def test_retag_names_a_shard_that_cannot_be_read(
+    shards: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unreadable(shards[1], monkeypatch)
+    assert main(["retag", str(shards[0].parent), "--to", "cpu"]) == 2
+    assert "shard1.bin: Permission denied" in capsys.readouterr().err
 
 
 def test_file_changed_while_it_is_open_is_a_broken_file_error(shards: list[Path]) -> None:

@@ -248,11 +248,15 @@ def test_expand_paths_finds_the_checkpoints_of_a_directory(tmp_path: Path) -> No
     (tmp_path / "runs").mkdir()
     for name in ("runs/a.pt", "runs/b.pt"):
         torch.save(state(), tmp_path / name)
-    assert expand_paths([str(tmp_path)]) == [str(tmp_path / "runs" / "a.pt"), str(tmp_path / "runs" / "b.pt")]
+
+    def expanded(name: str) -> list[str]:
+        return expand_paths([name], str)[0]
+
+    assert expanded(str(tmp_path)) == [str(tmp_path / "runs" / "a.pt"), str(tmp_path / "runs" / "b.pt")]
     save_file(state(), tmp_path / "model.safetensors")
     torch.save(state(), tmp_path / "optimizer.pt")
-    assert expand_paths([str(tmp_path)]) == [str(tmp_path), str(tmp_path / "optimizer.pt")]
-    assert expand_paths([str(tmp_path / "runs" / "a.pt")]) == [str(tmp_path / "runs" / "a.pt")]
+    assert expanded(str(tmp_path)) == [str(tmp_path), str(tmp_path / "optimizer.pt")]
+    assert expanded(str(tmp_path / "runs" / "a.pt")) == [str(tmp_path / "runs" / "a.pt")]
 
 
 # -- hashes

@@ -24,7 +24,7 @@ from transload.findings import packaged
 from transload.formats.rare_opcodes import REFUSED, WEIGHTS_ONLY
 from transload.frozen import Frozen, Plain, replace
 from transload.io.paths import is_folder, open_source
-from transload.io.sources import is_url, refuse_fault
+from transload.io.sources import refuse_fault
 from transload.judge.names import TORCH_DEFAULT, torch_spelling
 from transload.judge.torch_releases import NESTED, NESTED_REFUSED, needs_nested_of_2_15
 from transload.nodes import Pickle, short
@@ -74,7 +74,7 @@ def read_bytes(path: str, start: int, count: int) -> bytes:
         with closing(open_source(path)) as source:
             return source.read(start, count)
     except TransloadError as error:
-        refuse_fault(error, far=is_url(path))
+        refuse_fault(error, path)
         return b""
 
 

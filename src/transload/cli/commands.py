@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 
@@ -156,23 +156,26 @@ def run_rescue(arguments: Namespace) -> int:
     return show_result(result, report, arguments, result.exit_code)
 
 
-def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
-    """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints.
+def expand_paths(
+    names: Iterable[str], examine: Callable[[str], object], *, parts: bool = False
+) -> tuple[list[str], Callable[[str], object]]:
+    """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints; and what to do.
 
     A directory that is a checkpoint becomes its own path and those of other checkpoints in it; any other directory, the
-    checkpoints in it. With ``parts``, a directory that is a checkpoint becomes the torch files it consists of.
+    checkpoints in it. With ``parts``, a directory that is a checkpoint becomes the torch files it consists of. The
+    function that is returned calls ``examine``, but raises the error if a directory could not be read: what is in it
+    would be left out.
     """
-    from contextlib import suppress
     from os.path import isfile, join, normpath
 
     from transload.io.paths import place_of
     from transload.io.sources import is_url
 
     paths: list[str] = []
+    errors: dict[str, CannotReadError] = {}
     for path in expand_patterns(names):
         roles: dict[str, str] = {}
-        saved_as = {"member", "beside"}
-        with suppress(CannotReadError):  # reported when it is opened
+        try:
             place = place_of(path)
             if place.folder is not None and not place.index:
                 from transload.opening import OpenCheckpoint
@@ -180,15 +183,26 @@ def expand_paths(names: Iterable[str], *, parts: bool = False) -> list[str]:
                 with OpenCheckpoint(place, neighbours=True, lazy=True) as opened:
                     checkpoint = opened.checkpoint
                 here = f"{path.rstrip('/')}/{{}}".format if is_url(path) else partial(join, path)
+                for problem in checkpoint.problems if parts else ():
+                    if problem.code == "directory-unreadable":
+                        errors[path] = CannotReadError(problem.detail, where=here(problem.where))
                 roles = {here(normpath(part.name)): part.role for part in checkpoint.parts}
-                saved_as |= {""} if checkpoint.traits.ranks else set()
+        except CannotReadError as error:
+            errors[path] = error
         inside = [file for file, role in roles.items() if role == "candidate"]
         if parts and not inside:
-            saved = [file for file, role in roles.items() if role in saved_as and isfile(file)]
+            # Also what is there and counts as missing: it cannot be read, which is said when it is opened.
+            saved = [file for file, role in roles.items() if role in ("member", "beside", "") and isfile(file)]
             inside = [file for file in saved if not file.endswith(".safetensors")]
         beside = [file for file, role in roles.items() if role == "beside"]
-        paths += inside or [path, *beside]
-    return list(dict.fromkeys(paths))
+        paths += [path] if path in errors else inside or [path, *beside]
+
+    def unless_unread(path: str) -> object:
+        if path in errors:
+            raise errors[path]
+        return examine(path)
+
+    return list(dict.fromkeys(paths)), unless_unread
 
 
 def run_verify(arguments: Namespace) -> int:
@@ -201,9 +215,9 @@ def run_verify(arguments: Namespace) -> int:
     named = arguments.paths or [entry.path for entry in (manifest.files if manifest else ())]
     if not named:
         raise UsageError("no file is named", fix="transload verify FILE…")
-    paths = expand_paths(named)
     hashes = arguments.hash or bool(arguments.write)
-    examine = partial(verify, hashes=hashes, values=arguments.values, against=manifest, progress=True)
+    one = partial(verify, hashes=hashes, values=arguments.values, against=manifest, progress=True)
+    paths, examine = expand_paths(named, one)
     lists = {"hashes": arguments.hash}
     done, _, code = for_each(arguments, paths, examine, partial(report, **lists), partial(several, **lists))
     if arguments.write and code:
@@ -229,14 +243,13 @@ def run_check(arguments: Namespace) -> int:
         if name != "auto" and arguments.device != "none":
             refuse_unknown(name, "auto, none")
     device = None if arguments.device == "none" else names if len(names) > 1 else names[0]
-    paths = expand_paths(arguments.paths)
     model = None
     if arguments.model is not None:
         from transload.loading.into.fitting import built
 
         model = built(arguments.model)
     examine = partial(check_here, device=device, diagnosis=doctor(torch=False), model=model)
-    return for_each(arguments, paths, examine, report, several)[2]
+    return for_each(arguments, *expand_paths(arguments.paths, examine), report, several)[2]
 
 
 def run_retag(arguments: Namespace) -> int:
@@ -261,8 +274,8 @@ def run_retag(arguments: Namespace) -> int:
         if not tags:
             raise UsageError("no device is named", fix="Name one: --to cpu, or --map cuda:1=cuda:0.")
         change = partial(retag, to=tags, **keywords(arguments, "out dry_run keep_undo hard_links"))
-    paths = expand_paths(arguments.paths, parts=True)
+    paths, examine = expand_paths(arguments.paths, change, parts=True)
     if arguments.out and len(paths) > 1:
         raise UsageError("-o names one copy, but there are several files", fix="Retag them one by one, or in place.")
     # retag finishes an interrupted retag itself, and reports it
-    return for_each(arguments, paths, change, report, several, finish=False)[2]
+    return for_each(arguments, paths, examine, report, several, finish=False)[2]

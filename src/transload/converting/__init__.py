@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transload.errors import CannotReadError, ConvertError, UsageError
 from transload.io.atomic import target_path
 from transload.io.paths import folder_of, is_folder
-from transload.io.sources import Progress, SourceLike, is_url
+from transload.io.sources import Progress, SourceLike, is_url, refuse_fault
 from transload.judge.problems import refuse_broken
 from transload.opening import OpenCheckpoint
 from transload.opening.renaming import Renaming
@@ -147,6 +147,7 @@ def _adapter_config(path: str) -> dict[str, Any]:
         with closing(folder.open(CONFIG)) as source:
             config = read_config(source)
     except CannotReadError as error:
+        refuse_fault(error, folder.name)
         raise ConvertError(f"{CONFIG} cannot be read: {error.what}", where=path, fix=fix) from error
     if not config:
         raise ConvertError(f"{CONFIG} is no JSON object", where=path, fix=fix)

@@ -112,7 +112,7 @@ def checksums(
         except zlib_error:
             lost.append((index, offset, Lost("its compressed data is damaged")))
         except CannotReadError as error:
-            refuse_fault(error, far=source.far)
+            refuse_fault(error, source.name)
             lost.append((index, offset, Lost(f"it cannot be read: {error.what}", "record-unreadable")))
 
     def worker() -> Callable[[_Task], None]:
@@ -127,7 +127,7 @@ def checksums(
             try:
                 data = buffer[: source.readinto(begin, buffer[:nbytes])]
             except CannotReadError as error:  # perhaps only one of them
-                refuse_fault(error, far=source.far)
+                refuse_fault(error, source.name)
                 for start, size, index in contained:
                     sum_part(start, size, index, buffer)
                 return

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from typing import Literal
 
-from transload.errors import CannotReadError
+from transload.errors import CannotReadError, DirectoryError, ForbiddenFileError, MissingFileError
 from transload.frozen import NamedTuple
 from transload.io.sources import FileSource, Source, real_path, system_path, was_changed
 
@@ -26,9 +26,6 @@ class Folder:
 
     ``io.remote`` has one of files elsewhere.
     """
-
-    far = False
-    """Whether a network leads to it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -147,8 +144,10 @@ class Listing(NamedTuple):
         try:
             with closing(self.folder.open(self.prefix + name)) as source:
                 return source.read(0, 4096).decode("utf-8", "replace").strip()
-        except CannotReadError:
-            if name in self.files:  # another step would be read than the one it names
+        except CannotReadError as error:
+            # Some stores forbid what does not exist. Any other error must not lead to another step than it names.
+            absent = isinstance(error, MissingFileError | ForbiddenFileError | DirectoryError)
+            if name in self.files or not absent:
                 raise
             return ""
 

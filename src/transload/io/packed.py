@@ -259,8 +259,10 @@ class Inflating(Source):
                     self._position += len(part)
             except (error, EOFError, UnicodeError) as reason:
                 self._rewind()
-                from transload.errors import BrokenFileError
+                from transload.errors import BrokenFileError, TransloadError
 
+                if isinstance(reason, TransloadError):  # of what it is packed in
+                    raise
                 raise BrokenFileError(f"its compressed data is damaged ({reason})", where=self.name) from reason
             except BaseException:  # an interrupt may come between decoding bytes and counting them
                 self._rewind()

@@ -343,8 +343,6 @@ class RemoteSource(Source):
 class RemoteFolder(Folder):
     """A folder elsewhere."""
 
-    far = True
-
     def __init__(self, store: Store, key: str, usual: tuple[str, ...] = _USUAL) -> None:
         super().__init__(store.shown(key))
         self._usual = usual
@@ -382,11 +380,14 @@ class RemoteFolder(Folder):
         self.prepare([prefix + name for name in self._usual])
         found = {name: self._opened[prefix + name] for name in self._usual}
         files = {name: source.size for name, source in found.items() if isinstance(source, RemoteSource)}
-        # Some stores forbid what does not exist.
-        known = (MissingFileError, ForbiddenFileError) if files else MissingFileError
-        for source in found.values():
-            if isinstance(source, CannotReadError) and not isinstance(source, known):
-                raise source
+        errors = [error for error in found.values() if isinstance(error, CannotReadError)]
+        if files and not any(isinstance(error, MissingFileError) for error in errors):
+            errors = [error for error in errors if not isinstance(error, ForbiddenFileError)]  # nor does it exist
+        for place, error in enumerate(errors):
+            if not isinstance(error, MissingFileError):
+                self._opened.clear()
+                del found, error  # or it would refer to itself, and keep this folder with its connections
+                raise errors.pop(place)
         if files or not self._usual:
             return files
         what = "a web server does not list what is in a folder, and none of the usual names is there"
@@ -397,7 +398,10 @@ class RemoteFolder(Folder):
         """The source of a file; ``CannotReadError`` if it cannot be opened."""
         source = self._opened.pop(name, None) or self._source(name)
         if isinstance(source, CannotReadError):
-            raise source
+            try:
+                raise source
+            finally:
+                del source  # or it would refer to itself, and keep the folder with its connections
         return source
 
     def prepare(self, names: Iterable[str]) -> None:

@@ -153,7 +153,7 @@ class FileSource(Source):
         except (OSError, ValueError) as error:
             # A mistyped URL may have a password, which the system's error repeats.
             raise cannot_read(self.name, error) from error if shown(self.name) == self.name else None
-        status = os.fstat(self.descriptor)
+        status = self._status()
         if not stat.S_ISREG(status.st_mode):
             from transload.errors import CannotReadError
 
@@ -225,7 +225,14 @@ class FileSource(Source):
 
     def is_changed(self) -> bool:
         """Whether the file was written to since it was opened; false once it is closed."""
-        return self.descriptor >= 0 and _stamp(os.fstat(self.descriptor)) != self.stamp
+        return self.descriptor >= 0 and _stamp(self._status()) != self.stamp
+
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self.descriptor)
+        except OSError as error:  # a file system elsewhere may have lost it
+            self.close()
+            raise cannot_read(self.name, error) from error
 
     def is_same_file(self, path: str) -> bool:
         """Whether a path leads to this file, and the file has not become shorter."""
@@ -427,9 +434,12 @@ def was_changed(name: str) -> BrokenFileError:
     return BrokenFileError("it was changed while it was read", where=name, fix=fix)
 
 
-def refuse_fault(error: TransloadError, *, far: bool) -> None:
-    """Raise an error again that says nothing of the content: what is elsewhere could not be reached, or changed."""
-    if far:
+def refuse_fault(error: TransloadError, name: str) -> None:
+    """Raise an error again that says nothing of the content: what is elsewhere could not be reached, or changed.
+
+    ``name`` is that of a source, a folder or a checkpoint.
+    """
+    if is_url(name):
         from transload.errors import ContentError, MissingFileError
 
         if not isinstance(error, ContentError | MissingFileError):

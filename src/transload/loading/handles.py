@@ -59,6 +59,7 @@ LONG_ROW = 1 << 20
 H200 with rows of 7 and 28 KiB, where requests were four times as slow, and on two cores with rows of 64 to 256 KiB."""
 
 _PIN = 1 << 20  # pinning a smaller buffer is not worth the call
+_ABSENT = ("shard-missing", "part-unreadable", "directory-unreadable")
 _DEFAULT = Settings()
 _OPTIONS = ReadOptions()
 _VALUES: dict[str, Callable[[str], Any]] = {
@@ -181,8 +182,8 @@ class Handle(Mapping[str, "torch.Tensor"]):
         ending = [other for other in self._names if other.endswith((f"/{text}", f".{text}"))]
         near = below[:3] or ending[:3] or get_close_matches(text, self._names, 3)
         what = f"there is no tensor {text!r}" + (f"; similar: {', '.join(near)}" if near else "")
-        if missing := [problem.where for problem in self.checkpoint.problems if problem.code == "shard-missing"]:
-            what += f"; shards are missing: {join_names(missing, 3)}"
+        if missing := [problem.where for problem in self.checkpoint.problems if problem.code in _ABSENT]:
+            what += f"; files are missing or cannot be read: {join_names(missing, 3)}"
         raise KeyError(what)
 
     @cached_property

@@ -175,8 +175,11 @@ def refuse_program(checkpoint: Checkpoint, *, trusted: bool) -> None:
 
 
 def refuse_unmerged(checkpoint: Checkpoint) -> None:
-    """Raise for the files of ranks that do not form one object."""
+    """Raise for the files of ranks that do not form one object, and for one of several that cannot be read."""
     codes = {finding.code: finding for finding in checkpoint.findings}
+    for code in ("part-unreadable", "directory-unreadable"):  # its keys would count as missing
+        if code in codes and checkpoint.traits.several:
+            raise LoadError(sentence_of(codes[code]), where=checkpoint.path, fix="\n".join(codes[code].fix))
     if UNMERGED in codes:
         why = next((finding for code, finding in codes.items() if code in UNMERGEABLE), codes[UNMERGED])
         raise LoadError(sentence_of(why), where=checkpoint.path, fix="\n".join(why.fix))

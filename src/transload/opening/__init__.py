@@ -86,9 +86,9 @@ class OpenCheckpoint:
         try:
             with gc_paused():
                 read, self.files = self._read(f)
-                beside = tuple(f"{part.name} › " for part in read.parts if part.role == "beside")
+                beside = {part.name for part in read.parts if part.role == "beside"}
                 if beside and not neighbours:  # they may be damaged, or not checkpoints at all
-                    problems = tuple(problem for problem in read.problems if not problem.where.startswith(beside))
+                    problems = tuple(each for each in read.problems if each.where.partition(" › ")[0] not in beside)
                     pickles = tuple(pickle for pickle in read.pickles if pickle.main)
                     read = replace(read, problems=problems, pickles=pickles)
                 self.checkpoint = judge(read, describe=tree)

@@ -221,8 +221,8 @@ def misplaced(reader: ElementReader) -> dict[str, str]:
             check = _check_coordinates if tensor.kind == "sparse_coo" else _check_compressed
             if why := check(reader, tensor):
                 wrong[tensor.name] = why
-        except TransloadError:  # the bytes cannot be read, which is reported as for any other tensor
-            continue
+        except TransloadError as error:  # the bytes cannot be read, which is reported as for any other tensor
+            reader.refuse_fault(error)
     return wrong
 
 

@@ -92,7 +92,7 @@ class ElementReader:
 
     def refuse_fault(self, error: TransloadError) -> None:
         """As the function of this name, for all files."""
-        refuse_fault(error, far=any(source.far for source in self.sources()))
+        refuse_fault(error, self.checkpoint.path)
 
     def storages(self) -> Iterator[Storage]:
         """All storages; one in an item that was opened since the checkpoint was read, as it is there."""
@@ -187,6 +187,7 @@ class ElementReader:
         try:
             self.elements(self.located(tensor))
         except TransloadError as error:
+            self.refuse_fault(error)
             return error.what.removeprefix(_incomplete(tensor))
         return ""
 

@@ -13,10 +13,11 @@ import zlib
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from errno import ENAMETOOLONG, ENOENT, ENOTDIR
 from typing import Any, BinaryIO, cast
 
 from transload.dtypes import ITEMSIZE
-from transload.errors import RescueError
+from transload.errors import RescueError, TransloadError
 from transload.formats.pickle_streams import run_at
 from transload.formats.safetensors import MAX_COUNT, MAX_HEADER, PREFIX, looks_like_safetensors
 from transload.formats.tensors import declared_storages
@@ -25,7 +26,7 @@ from transload.formats.zip import DEFLATED, text_of
 from transload.formats.zip_scan import FoundRecord, Scan, distance, find_directory, find_header, starts_record
 from transload.io.journal import read_journal, state_of
 from transload.io.packed import MAX_RATIO, UNWRAPPED, Assembly, SourceRange, decompressed, inflated, packed_as
-from transload.io.sources import BytesSource, ObjectSource, Slice, Source, journal_path
+from transload.io.sources import BytesSource, ObjectSource, Slice, Source, cannot_read, journal_path
 from transload.nodes import Pickle
 from transload.rescuing.archive import (
     Filler,
@@ -287,8 +288,10 @@ def journal_undone(path: str, source: Source, notes: list[str]) -> Source | None
     descriptor = getattr(source, "descriptor", -1)
     try:
         journal = read_journal(journal_path(path), descriptor) if descriptor >= 0 else None
-    except OSError:  # most often, there is none
-        return None
+    except OSError as error:
+        if error.errno in (ENOENT, ENOTDIR, ENAMETOOLONG):  # most often, there is none
+            return None
+        raise cannot_read(journal_path(path), error) from error
     if journal is None or state_of(descriptor, journal.changes) != "between":  # it has not begun, or is done
         return None
     notes.append("a retag of the file was interrupted: it is read as it was before, using the journal next to it")
@@ -326,6 +329,8 @@ def _decompressed(source: Source, stack: ExitStack, notes: list[str]) -> tuple[S
         for piece in decompressed(source, kind, limit + 1):
             file.write(piece)
             written += len(piece)
+    except TransloadError:  # such as that it was changed, which is an EOFError, too
+        raise
     except EOFError:
         whole = False
     except ImportError as error:

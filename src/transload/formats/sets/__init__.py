@@ -26,6 +26,7 @@ from transload.formats.sets.merger import Merger, OpenFile, ReadFile, ReadItem, 
 from transload.formats.sets.single import checkpoint_files, is_raw
 from transload.frozen import replace
 from transload.io.folder import MAX_ENTRIES, MAX_MEMBERS, Folder, Listing
+from transload.io.sources import refuse_fault
 
 __all__ = ["concerns", "read"]
 
@@ -97,6 +98,7 @@ def read(
         try:
             other = read_file(name)
         except CannotReadError as error:
+            refuse_fault(error, folder.name)
             noted.add("part-unreadable", name, error.what)
             continue
         for pickle in other.pickles:

@@ -434,7 +434,7 @@ class _Items:
             try:
                 source = self.sources[file] = merger.open_file(prefix + file)
             except CannotReadError as error:
-                refuse_fault(error, far=merger.listing.folder.far)
+                refuse_fault(error, merger.listing.folder.name)
                 names = join_names([place.name for place in places], 3)
                 merger.note("dcp-file-missing", f"{error.what}; {len(places):,} entries need it: {names}", file)
                 merger.add_missing(file, "rank file")
@@ -459,7 +459,7 @@ class _Items:
             try:
                 self.sources[other.file] = self._merger.open_file(self._merger.listing.prefix + other.file)
             except CannotReadError as error:
-                refuse_fault(error, far=self._merger.listing.folder.far)
+                refuse_fault(error, self._merger.listing.folder.name)
                 return False
         ends = []
         for place in (first, other):

@@ -94,7 +94,7 @@ class Merger(Draft):
         try:
             return self.read_file(path)
         except CannotReadError as error:
-            refuse_fault(error, far=self.listing.folder.far)
+            refuse_fault(error, self.listing.folder.name)
             self.note("part-unreadable", error.what, name)
             return None
 
@@ -124,7 +124,7 @@ class Merger(Draft):
             with closing(self.listing.folder.open(self.listing.prefix + name)) as source:
                 data = source.read(0, source.size)
         except CannotReadError as error:
-            refuse_fault(error, far=self.listing.folder.far)
+            refuse_fault(error, self.listing.folder.name)
             self.note("part-unreadable", error.what, name)
         pickle = run(data, name=self.listing.prefix + name)
         pickle.main = True
@@ -196,7 +196,7 @@ def listed(folder: Folder, below: str, noted: LimitedProblems, most: int = MAX_E
     try:
         listing = folder.list(below, most)
     except CannotReadError as error:
-        refuse_fault(error, far=folder.far)
+        refuse_fault(error, folder.name)
         noted.add("directory-unreadable", below, error.what)
         return Listing(folder, f"{below}/" if below else "", {}, cut=True)
     if listing.cut:

@@ -58,7 +58,7 @@ def read(merger: Merger) -> Checkpoint:
             with closing(listing.folder.open(listing.prefix + CONFIG)) as source:
                 config = read_config(source)
         except CannotReadError as error:
-            refuse_fault(error, far=listing.folder.far)
+            refuse_fault(error, listing.folder.name)
             config = {}
         if kind := str(config.get("peft_type") or "")[:40]:
             flavour = f"{'LoRA' if kind == 'LORA' else kind} adapter"

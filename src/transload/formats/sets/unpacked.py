@@ -81,7 +81,7 @@ def open_archive(folder: Folder, below: str = "") -> Archive:
             with closing(folder.open(prefix + record.name)) as source:
                 return Payload(source.read(record.offset or 0, record.size), intact=True)
         except CannotReadError as error:
-            refuse_fault(error, far=folder.far)
+            refuse_fault(error, folder.name)
             return Payload(b"", intact=False, problem=error.what)
 
     nbytes = sum(record.size for record in records.values())
@@ -99,7 +99,7 @@ def _files_below(folder: Folder, prefix: str, problems: Problems) -> Iterator[tu
         try:
             listing = folder.list((prefix + here).rstrip("/"), MAX_UNPACKED_FILES + 1)
         except CannotReadError as error:
-            refuse_fault(error, far=folder.far)
+            refuse_fault(error, folder.name)
             problems.add("directory-unreadable", here.rstrip("/"), error.what)
             continue
         for name in listing.folders:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
-from transload.errors import LoadError, TransloadError, UsageError
+from transload.errors import CannotReadError, LoadError, TransloadError, UsageError
 from transload.findings import join_names
 from transload.frozen import Plain
 from transload.io.sources import SourceLike
@@ -68,6 +68,8 @@ def fit(f: SourceLike, model: torch.nn.Module) -> Fit:
             refuse_piece(opened.checkpoint, "transload.load_into(model, {})")
             comparison = Comparison(model, opened, None, cast=True)
             return _fit(comparison, name)
+    except CannotReadError:
+        raise
     except TransloadError as error:  # several places fit, or there is no tensor
         return Fit(False, name, why=error.what, fix=error.fix)
 
