@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # Where a URL begins, after its scheme, which has two characters or more. A mistyped one has credentials, too:
 # "http:/host", "https//host", "htp://host", and one with anything before it.
-_BEGIN = r"(?<=[\w+.-]{2})://|https?(?::/*|[;.]?//+)|\b(?:s3a?|gs|hf|az|abfss?):/+"
+_BEGIN = r"(?<=[\w+.-]{2})://|^:?//+(?=[^/]*:[^/]*@)|https?(?::/*|[;.]?//+)|\b(?:s3a?|gs|hf|az|abfss?):/+"
+_AGAIN = r"https?//+|[a-z][\w+.-]*:/+"  # a second scheme: https://https://host
 _CONTAINER = r"\b(?:az|abfss?):/+$"  # abfs://container@account/path has no login, unless there is a colon in it
 # What follows if there is no login: the name of a host or a bucket, and a port.
 _HOST = r"(?:\[[^\]]*\]|[^/?#@:\[]*)(?::\d*)?(?:[/?#]|$)"
@@ -50,6 +51,8 @@ def _plain(url: str) -> str:
     if begin is None:
         return url
     shown, rest = url[: begin.end()], url[begin.end() :]
+    while again := re.match(_AGAIN, rest, re.IGNORECASE):
+        shown, rest = shown + again[0], rest[again.end() :]
     login, at, _ = re.split("[/?#]", rest, maxsplit=1)[0].rpartition("@")
     rest = rest[len(login + at) :]
     if at and ":" not in login and re.search(_CONTAINER, shown, re.IGNORECASE):
