@@ -1179,13 +1179,39 @@ def test_state_of_another_kind_of_optimizer_is_noted(wanted: Any) -> None:
     assert [expected in str(warning.message) for warning in caught] == ([True] if wanted is torch.optim.SGD else [])
 
 
+def test_state_before_the_first_step_replaces_what_there_is() -> None:
+    """As in torch: moments of other weights would be used with those that were loaded."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    file = file_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    step(model, optimizer)
+    assert optimizer.state
+    load_into(model, file, optimizer=optimizer)
+    assert not optimizer.state
+    step(model, optimizer)
+    without = {"model": model.state_dict(), "optimizer": {"state": optimizer.state_dict()["state"]}}
+    with pytest.warns(KeysWarning, match="no settings of the optimizer: its own remain"):
+        load_into(model, file_of(without), optimizer=optimizer)
+
+
+def test_state_of_parameters_in_another_order_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    file = file_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    swapped = torch.optim.AdamW([model[0].weight, model[1].weight, model[0].bias, model[1].bias])
+    with pytest.raises(LoadError, match=r"exp_avg of the optimizer for 1.weight has the shape \[3\], not \[3, 3\]"):
+        load_into(model, file, optimizer=swapped)
+    assert not swapped.state
+
+
 def test_what_does_not_fit_an_optimizer_is_said() -> None:
     model, optimizer = trained(torch.optim.AdamW)
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with pytest.raises(UsageError, match="2 of the 2 parameters of the optimizer are not in the model"):
         load_into(model, file_of(saved), optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters()))
     one_group = torch.optim.AdamW(model.parameters())
-    with pytest.raises(LoadError, match="no state of an optimizer for these parameters"):
+    with pytest.raises(LoadError, match="the optimizer in it has groups of 2 and 2 parameters, this one of 4"):
         load_into(model, file_of(saved), optimizer=one_group)
     with pytest.raises(LoadError, match="no state of an optimizer"):
         load_into(model, file_of({"model": model.state_dict()}), optimizer=one_group)

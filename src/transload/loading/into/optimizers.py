@@ -7,7 +7,7 @@ optimizer gets what it would get from ``load_state_dict``, which also need not h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +64,20 @@ class OptimizerPlan:
         self._place, names = self._found(comparison, keys)
         states = self._place.states
         ignored = {mismatch.key for mismatch in comparison.ignored}
+        self._refuse_another_order(comparison.slots, names, ignored)
         missing: list[str] = []
         for number, (parameter, slots) in enumerate(zip(parameters, chain(*groups), strict=True)):
             entries = [(slot, {} if key in ignored else states.get(names[key], {})) for key, slot in slots]
-            self._state[number] = dict(optimizer.state.get(parameter, {}))
+            # As in torch, only what the file has remains; but a parameter that keeps its value keeps its state.
+            kept = all(key in ignored for key, _ in slots)
+            self._state[number] = dict(optimizer.state.get(parameter, {})) if kept else {}
             for name in dict.fromkeys(name for _, entry in entries for name in entry):
                 self._state[number][name] = self._value(parameter, name, entries)
             if parameter.requires_grad:
                 missing += [key for (key, _), (_, entry) in zip(slots, entries, strict=True) if not entry]
         self._settings = [self._group_settings([names[key] for key in group], at) for at, group in enumerate(keys)]
+        if states and not self._place.groups:
+            self.notes.append("the file has no settings of the optimizer: its own remain")
         self._note_another_kind(getattr(optimizer, "defaults", {}))
         unused = states.keys() - set(names.values())
         if missing and len(missing) < len(names):
@@ -107,8 +112,15 @@ class OptimizerPlan:
         most = max((count for count, _, _ in found), default=-1)
         best = [(place, names) for count, place, names in found if count == most]
         if not best:
+            what = "it has no state of an optimizer for these parameters"
             fix = "Save it with the model: {'model': model.state_dict(), 'optimizer': optimizer.state_dict()}."
-            raise LoadError("it has no state of an optimizer for these parameters", where=checkpoint.path, fix=fix)
+            for place in _places(self._opened):
+                saved = [len(self._built(group.get("params")) or ()) for group in place.groups.values()]
+                if place.states and saved and saved != [*map(len, groups)]:
+                    here, there = (" and ".join(map(str, sizes)) for sizes in (map(len, groups), saved))
+                    what = f"the optimizer in it has groups of {there} parameters, this one of {here}"
+                    fix = "Make the optimizer with the groups of parameters that the saved one had."
+            raise LoadError(what, where=checkpoint.path, fix=fix)
         if len(best) > 1:
             places = join_names(["/".join(map(str, place.path)) or "the root" for place, _ in best], SHOWN)
             raise LoadError(f"several places have the state of such an optimizer: {places}", where=checkpoint.path)
@@ -142,6 +154,20 @@ class OptimizerPlan:
                 )
             chosen = (fitting or [chosen])[0]
         return {name: self._built(value) for name, value in chosen.items() if name != "params"}
+
+    def _refuse_another_order(self, slots: Mapping[str, Slot], names: dict[str, str], ignored: set[str]) -> None:
+        """Raise if numbers lead to the states of other parameters: some have the shape of theirs, others not."""
+        states = self._place.states
+        entries = {key: states.get(name, {}) for key, name in names.items() if key not in ignored}
+        usual = {name for key, entry in entries.items() for name in entry if _is_like(slots[key], entry[name])}
+        for key, entry in entries.items():
+            large = {name: value for name, value in entry.items() if isinstance(value, Tensor) and value.numel > 1}
+            if large.keys() <= usual and not _fits(slots[key], entry) and entry:
+                name, value = next(iter(large.items()))
+                shapes = f"{[*value.shape]}, not {[*(slots[key].shape or ())]}"
+                what = f"{name} of the optimizer for {key} has the shape {shapes}"
+                fix = "Make the optimizer of the parameters in the order in which the saved one had them."
+                raise LoadError(what, where=self._opened.checkpoint.path, fix=fix)
 
     def _note_another_kind(self, defaults: dict[str, Any]) -> None:
         """Note if the file and the optimizer each have settings that the other lacks: torch would mix them."""
