@@ -125,9 +125,18 @@ def join_names(names: Sequence[str], most: int = 5, longest: int = 120) -> str:
 
 
 def first_lines(lines: Sequence[str], most: int) -> tuple[str, ...]:
-    """The first lines, and how many more there are."""
+    """The first lines, and how many more there are; the last may say that of others.
+
+    >>> first_lines(["a", "b", "c"], 1), first_lines(["a", "b", "… and 7 more"], 1)
+    (('a', '… and 2 more'), ('a', '… and 8 more'))
+    """
     more = len(lines) - most
-    return (*lines[:most], f"… and {more} more") if more > 0 else tuple(lines)
+    if more <= 0:
+        return tuple(lines)
+    others = lines[-1].removeprefix("… and ").removesuffix(" more")
+    if others != lines[-1] and others.isdecimal():
+        more += int(others) - 1
+    return *lines[:most], f"… and {more} more"
 
 
 def quoted(path: str) -> str:

@@ -176,7 +176,10 @@ class TestNames:
         torch.save({"a": torch.ones(2)}, tmp_path / "a.bin")
         index = {"weight_map": {"a": "a.bin", "b": "b.bin"}}
         (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-        with open_(tmp_path) as handle, pytest.raises(KeyError, match=r"no tensor 'b'; shards are missing: b\.bin"):
+        with (
+            open_(tmp_path) as handle,
+            pytest.raises(KeyError, match=r"no tensor 'b'; files are missing or cannot be read: b\.bin"),
+        ):
             handle["b"]
 
     def test_lookup_by_path(self, handle: Handle) -> None:
@@ -617,7 +620,7 @@ class TestDamage:
         with open_(tmp_path / "x.pt") as handle:
             with (tmp_path / "x.pt").open("r+b") as file:
                 file.truncate(500)
-            with pytest.raises(BrokenFileError, match="b are incomplete: the file ends 4,000 bytes before they do"):
+            with pytest.raises(BrokenFileError, match="it was changed while it was read"):
                 handle["b"]
 
     @pytest.mark.parametrize("content", [b"<html></html>", b"", b"version https://git-lfs.github.com/spec/v1\n"])

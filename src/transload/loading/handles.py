@@ -164,9 +164,10 @@ class Handle(Mapping[str, "torch.Tensor"]):
     def _read(self, tensor: Tensor, index: Index) -> torch.Tensor:
         opened = self._opened
         opened.check_open()
-        read = opened.read(tensor, index, opened.device(tensor.device), self._dtype)
-        opened.check_unchanged(far=False)  # those elsewhere compare each answer, or could only be asked again
-        return read
+        try:
+            return opened.read(tensor, index, opened.device(tensor.device), self._dtype)
+        finally:  # also if it has become too short
+            opened.check_unchanged(far=False)  # those elsewhere compare each answer, or could only be asked again
 
     def _find(self, name: str | tuple[Key, ...]) -> Tensor:
         self._opened.check_open()
