@@ -25,7 +25,7 @@ from transload.errors import BrokenFileError, DoesNotFitError, LoadError
 from transload.io.folder import Folder
 from transload.loading import load
 from transload.loading.handles import open as open_
-from transload.loading.into import load_into
+from transload.loading.into import KeysWarning, MismatchError, load_into
 from transload.loading.placement import DeviceMap
 from transload.opening import fill
 from transload.verifying import verify
@@ -420,6 +420,18 @@ def test_shard_that_cannot_be_read_is_not_left_out(shards: list[Path], monkeypat
         assert "strict=False loads" not in str(caught.value)
     with open_(shards[0].parent) as handle, pytest.raises(KeyError, match=r"cannot be read: shard1\.bin"):
         handle[shards[1].name]
+
+
+def test_load_into_says_that_a_shard_is_missing(shards: list[Path]) -> None:
+    model = torch.nn.Module()
+    for path in shards:
+        model.register_buffer(path.stem, torch.zeros(1 << 18))
+    rename = {f"{path.stem}.bin": path.stem for path in shards}.__getitem__
+    shards[1].unlink()
+    with pytest.raises(MismatchError, match=r"\nshards are missing: shard1\.bin\n"):
+        load_into(model, shards[0].parent, rename=rename)
+    with pytest.warns(KeysWarning, match=r"shards are missing: shard1\.bin"):
+        load_into(model, shards[0].parent, rename=rename, strict=False)
 
 
 def test_retag_names_a_shard_that_cannot_be_read(

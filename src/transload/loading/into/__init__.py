@@ -20,7 +20,7 @@ from transload.io import gc_paused
 from transload.io.sources import SourceLike
 from transload.loading import check_settings
 from transload.loading.handles import Prepared, TensorReader, build_node
-from transload.loading.into.compare import SHOWN, Comparison, Unbuilt, described, modules_of
+from transload.loading.into.compare import SHOWN, Comparison, Unbuilt, described, lost_shards, modules_of
 from transload.loading.into.ranks import Ranks, seen
 from transload.loading.into.shards import gathers, local_tensor, meta_devices, own_hooks, reshard
 from transload.loading.placement import Shortage, devices_here
@@ -305,7 +305,8 @@ def _load(
                 hook(module, loaded)
     if errors or (strict and (missing or unexpected)):
         raise MismatchError(comparison, errors, "loaded only in part: ")
-    loaded.found, loaded.notes = match.branch.name, match.notes
+    loaded.found = match.branch.name
+    loaded.notes = (*match.notes, *lost_shards(comparison.opened.checkpoint))
     if comparison.adapter is not None:
         loaded.matched = f"All keys of the adapter {comparison.adapter.name!r}"
     if comparison.ignored:

@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from transload.checkpoint import Tensor
+from transload.checkpoint import Checkpoint, Tensor
 from transload.errors import TransloadError, UsageError
 from transload.findings import join_names, quoted
 from transload.frozen import NamedTuple
@@ -309,6 +309,12 @@ def _chained(first: KeyFunction, second: KeyFunction) -> KeyFunction:
 # -- what to say about it
 
 
+def lost_shards(checkpoint: Checkpoint) -> list[str]:
+    """A line about shards that are missing, if there are any."""
+    lost = [problem.where for problem in checkpoint.problems if problem.code == "shard-missing"]
+    return [f"shards are missing: {join_names(lost, SHOWN)}"] if lost else []
+
+
 def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
     """What does not fit, in a few lines, and which arguments would help; ``errors`` are those of custom modules."""
     match, place, slots = comparison.match, comparison.match.branch.name, comparison.slots
@@ -326,7 +332,7 @@ def described(comparison: Comparison, errors: Sequence[str]) -> tuple[str, str]:
         fix += f"\nOr merge the two into a file of whole weights:\n{command}"
         return described_adapter(adapter, checkpoint.facts), fix
     fits = f"it has {len(match.tensors):,} of the model's {len(slots):,} keys"
-    lines = [f"it does not fit {type(comparison.model).__name__}: {fits}"]
+    lines = [f"it does not fit {type(comparison.model).__name__}: {fits}", *lost_shards(checkpoint)]
     renames = likely_renames(missing, unexpected)
     covered = {key for _, _, pairs in renames for pair in pairs for key in pair}
     if renames:
