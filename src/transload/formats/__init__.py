@@ -9,7 +9,7 @@ from transload.checkpoint import Checkpoint
 from transload.findings import Problem, quoted
 from transload.formats.zip import ZipIndex, ends_like_zip, read_index, starts_like_zip
 from transload.frozen import replace
-from transload.io.sources import Source
+from transload.io.sources import Slice, Source
 
 if TYPE_CHECKING:
     from transload.formats.foreign import Foreign
@@ -69,7 +69,7 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True, head
     for a loader, which goes through all of them itself, and reads the file again if it needs their names. ``headers``
     is as for ``read_index``.
     """
-    if source.name.endswith((".distcp", ".metadata")):
+    if source.name.endswith((".distcp", ".metadata")) and not isinstance(source, Slice):  # which is an item of one
         from transload.formats.foreign import Foreign
         from transload.formats.sets.dcp import folder_of_rank
 

@@ -29,12 +29,13 @@ from transload.formats.sets.pieces import assembled, lost_words, overlap_words
 from transload.frozen import NamedTuple
 from transload.geometry import contiguous
 from transload.io.folder import MAX_MEMBERS, Listing, relative_path
-from transload.io.sources import Slice, Source, refuse_fault
+from transload.io.sources import Slice, Source, is_url, refuse_fault
 from transload.nodes import Call, Dict, Global, short
 from transload.render.words import plural
 
 METADATA = ".metadata"
 # With ``use_collectives=False``, every rank writes one for its own pieces.
+_RANK = re.compile(r"__(\d{1,6})_\d+\.distcp")
 RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 # Opening an item takes up to a millisecond. If there are more, those of tensors are opened when they are read.
 FEW_ITEMS = 1_000
@@ -97,7 +98,9 @@ def folder_of_rank(path: str) -> str:
     if not name.endswith(".distcp"):
         return ""
     here = os.path.exists(os.path.join(folder, METADATA)) or os.path.exists(os.path.join(folder, "__0.metadata"))
-    return (folder or ".") if here else ""
+    if is_url(path):
+        folder += "/"
+    return (folder or ".") if here or _RANK.fullmatch(name) else ""
 
 
 def names_at(checkpoint: Checkpoint, place: str) -> list[str]:
@@ -224,9 +227,7 @@ def _rank_indexes(merger: Merger) -> list[str]:
     numbered = {int(match[1]): match[0] for name in merger.listing.files if (match := RANK_METADATA.fullmatch(name))}
     if not numbered:
         return []
-    ranks = {
-        int(match[1]) for name in merger.listing.files if (match := re.fullmatch(r"__(\d{1,6})_\d+\.distcp", name))
-    }
+    ranks = {int(match[1]) for name in merger.listing.files if (match := _RANK.fullmatch(name))}
     most = max(*numbered, *ranks, 0) + 1
     missing = [f"__{rank}{METADATA}" for rank in range(most) if rank not in numbered]
     if missing:
