@@ -207,7 +207,7 @@ def test_a_folder_without_a_slash_is_said_to_be_a_folder(server: FileServer) -> 
     server.fault = None
     with pytest.raises(MissingFileError) as missing:
         transload.load(f"{server.url}/runs")
-    assert missing.value.fix == "Check the URL. That of a folder ends with a slash."
+    assert missing.value.fix == "Check the URL. The URL of a folder ends with a slash."
 
 
 def test_a_file_at_a_url_that_gets_a_slash_is_read(server: FileServer) -> None:

@@ -1190,7 +1190,7 @@ def test_state_before_the_first_step_replaces_what_there_is() -> None:
     assert not optimizer.state
     step(model, optimizer)
     without = {"model": model.state_dict(), "optimizer": {"state": optimizer.state_dict()["state"]}}
-    with pytest.warns(KeysWarning, match="no settings of the optimizer: its own remain"):
+    with pytest.warns(KeysWarning, match="no settings for the optimizer, which keeps its own"):
         load_into(model, file_of(without), optimizer=optimizer)
 
 

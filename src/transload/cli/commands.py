@@ -159,12 +159,12 @@ def run_rescue(arguments: Namespace) -> int:
 def expand_paths(
     names: Iterable[str], examine: Callable[[str], object], *, parts: bool = False
 ) -> tuple[list[str], Callable[[str], object]]:
-    """Expand directories, and patterns that no shell has expanded, to the paths of checkpoints; and what to do.
+    """Expand directories and unexpanded patterns to paths of checkpoints; return these, and a function for each.
 
     A directory that is a checkpoint becomes its own path and those of other checkpoints in it; any other directory, the
     checkpoints in it. With ``parts``, a directory that is a checkpoint becomes the torch files it consists of. The
-    function that is returned calls ``examine``, but raises the error if a directory could not be read: what is in it
-    would be left out.
+    returned function calls ``examine``. For a directory that could not be read it raises that error instead: otherwise
+    files in it would be left out.
     """
     from os.path import isfile, join, normpath
 
@@ -191,7 +191,7 @@ def expand_paths(
             errors[path] = error
         inside = [file for file, role in roles.items() if role == "candidate"]
         if parts and not inside:
-            # Also what is there and counts as missing: it cannot be read, which is said when it is opened.
+            # Also files that exist but count as missing: they cannot be read, and opening them says why.
             saved = [file for file, role in roles.items() if role in ("member", "beside", "") and isfile(file)]
             inside = [file for file in saved if not file.endswith(".safetensors")]
         beside = [file for file, role in roles.items() if role == "beside"]

@@ -69,7 +69,7 @@ def read_source(source: Source, *, verify: bool = False, tree: bool = True, head
     for a loader, which goes through all of them itself, and reads the file again if it needs their names. ``headers``
     is as for ``read_index``.
     """
-    if source.name.endswith((".distcp", ".metadata")) and not isinstance(source, Slice):  # which is an item of one
+    if source.name.endswith((".distcp", ".metadata")) and not isinstance(source, Slice):  # an item of such a file
         from transload.formats.foreign import Foreign
         from transload.formats.sets.dcp import folder_of_rank
 

@@ -504,7 +504,7 @@ def _read_locals(
             present = max(0, file_size - offset)
             problems.add("zip-record-cut", name, f"{present} of {entry_stored} bytes are in the file")
             offset, entry_stored = min(offset, file_size), present
-        # With a name of another length, its bytes begin nobody knows where.
+        # If the lengths of its names differ, nobody knows where its bytes begin.
         known = offset if n_name == len(raw_name) else None
         records[name] = _new(Record, (name, known, entry_size, entry_stored, entry_crc, entry_method))
     spans.sort()

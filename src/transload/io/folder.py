@@ -145,7 +145,7 @@ class Listing(NamedTuple):
             with closing(self.folder.open(self.prefix + name)) as source:
                 return source.read(0, 4096).decode("utf-8", "replace").strip()
         except CannotReadError as error:
-            # Some stores forbid what does not exist. Any other error must not lead to another step than it names.
+            # Some stores answer 403 for what does not exist. After other errors, another training step would be read.
             absent = isinstance(error, MissingFileError | ForbiddenFileError | DirectoryError)
             if name in self.files or not absent:
                 raise

@@ -69,7 +69,7 @@ class _AgainError(Exception):
 # -- requests
 
 
-def _patient(connected: socket.socket, work: Callable[[], _Read]) -> _Read:
+def _while_needed(connected: socket.socket, work: Callable[[], _Read]) -> _Read:
     """Do what waits for a socket, and can go on after ``TimeoutError``, as long as somebody needs it."""
     latest = time.monotonic() + _TIMEOUT
     connected.settimeout(min(TICK, _TIMEOUT))
@@ -86,7 +86,7 @@ def _patient(connected: socket.socket, work: Callable[[], _Read]) -> _Read:
 class _Encrypted(ssl.SSLSocket):
     def do_handshake(self, block: bool = False) -> None:
         try:
-            _patient(self, partial(super().do_handshake, block))
+            _while_needed(self, partial(super().do_handshake, block))
         except _AgainError:
             self.close()  # its base class does for other errors
             raise
@@ -104,7 +104,7 @@ class _AnswerBytes(RawIOBase):
         return True
 
     def readinto(self, buffer: WriteableBuffer) -> int:
-        count = _patient(self._socket, partial(self._socket.recv_into, buffer))
+        count = _while_needed(self._socket, partial(self._socket.recv_into, buffer))
         now = time.monotonic()
         self._deadline = (self._deadline or now + _TIMEOUT) + count / _SLOWEST
         if now > self._deadline:
@@ -513,7 +513,7 @@ class HttpFile:
         elif status in (404, 410):
             number, fix = numbers.ENOENT, "Check the URL."
             if "." not in self.name.rpartition("/")[2]:
-                fix += " That of a folder ends with a slash."
+                fix += " The URL of a folder ends with a slash."
             if self.name.startswith("hf://"):
                 fix = "Check the name: hf://owner/model/file, hf://datasets/owner/name/file."
         elif status == 407:

@@ -77,7 +77,7 @@ class OptimizerPlan:
                 missing += [key for (key, _), (_, entry) in zip(slots, entries, strict=True) if not entry]
         self._settings = [self._group_settings([names[key] for key in group], at) for at, group in enumerate(keys)]
         if states and not self._place.groups:
-            self.notes.append("the file has no settings of the optimizer: its own remain")
+            self.notes.append("the file has no settings for the optimizer, which keeps its own")
         self._note_another_kind(getattr(optimizer, "defaults", {}))
         unused = states.keys() - set(names.values())
         if missing and len(missing) < len(names):
